@@ -1,0 +1,181 @@
+"""The verbs: fold a prompt, attach folding to `generate`, load a folded cache."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+
+from kvfold.errors import KvfoldError
+from kvfold.hf import bridge
+from kvfold.hf.cache import FoldedCache
+from kvfold.hf.support import CACHE_KEYWORD, cache_shape, check_supported
+from kvfold.methods.base import Method
+
+
+def fold(
+    model: Any,
+    input_ids: torch.Tensor,
+    method: Method,
+    attention_mask: torch.Tensor | None = None,
+    *,
+    chunk_size: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> FoldedCache:
+    """Run a prompt through the model and fold its cache.
+
+    Parameters
+    ----------
+    model : transformers causal language model
+    input_ids : (batch, tokens) int64
+    method : Method
+    attention_mask : (batch, tokens), optional
+        1 for real tokens, 0 for left padding.
+    chunk_size : int, optional
+        Prefill this many tokens at a time. The result is the same; the peak then holds every layer's exact prompt.
+    progress : callable, optional
+        Called with (layer index, number of layers) as layers are folded.
+
+    Returns
+    -------
+    FoldedCache
+        Pass it to `model.generate` with the same tokens plus at least one new one.
+
+    Raises
+    ------
+    UnsupportedModelError, BudgetError, NonFiniteError, KvfoldError
+        Before any work where that is possible; the model is never changed.
+    """
+    check_supported(model)
+    _check_prompt(input_ids, attention_mask)
+    batch, tokens = input_ids.shape
+    real = [tokens] * batch if attention_mask is None else attention_mask.sum(-1).tolist()
+    shape = cache_shape(model.config)
+    for count in {int(count) for count in real}:
+        if count > method.shortest:
+            method.check(count, shape.kv_heads, shape.key_dim, shape.value_dim)
+    cache = FoldedCache(method, model.config, prompt_tokens=tokens, progress=progress)
+    cache.prompt_hash = token_hash(input_ids)
+    positions = None
+    if attention_mask is not None:
+        positions = (attention_mask.long().cumsum(-1) - 1).clamp_min(0)
+    step = chunk_size or tokens
+    try:
+        with torch.no_grad():
+            for start in range(0, tokens, step):
+                stop = min(start + step, tokens)
+                model(
+                    input_ids=input_ids[:, start:stop],
+                    attention_mask=None if attention_mask is None else attention_mask[:, :stop],
+                    position_ids=None if positions is None else positions[:, start:stop],
+                    use_cache=True,
+                    logits_to_keep=1,
+                    **{CACHE_KEYWORD: cache},
+                )
+    except BaseException:
+        bridge.forget()
+        bridge.uninstall(cache)
+        raise
+    return cache
+
+
+def _check_prompt(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> None:
+    if input_ids.dim() != 2:
+        raise KvfoldError(f"input_ids must be (batch, tokens), not {tuple(input_ids.shape)}")
+    if input_ids.shape[0] == 0 or input_ids.shape[1] == 0:
+        raise KvfoldError("the prompt is empty: give at least one token")
+    if attention_mask is not None:
+        if attention_mask.shape != input_ids.shape:
+            raise KvfoldError(
+                f"attention_mask must have the shape of input_ids, {tuple(input_ids.shape)},"
+                f" not {tuple(attention_mask.shape)}"
+            )
+        if not bool(attention_mask.any(-1).all()):
+            raise KvfoldError("a row of attention_mask is all zeros: every prompt needs at least one real token")
+
+
+def token_hash(input_ids: torch.Tensor) -> str:
+    """SHA-256 of token ids, so that a saved cache can say which prompt it holds."""
+    return hashlib.sha256(input_ids.cpu().long().contiguous().numpy().tobytes()).hexdigest()
+
+
+@dataclass
+class Folding:
+    """What `attach` yields: `cache` is the cache of the newest `generate` call."""
+
+    cache: FoldedCache | None = None
+
+
+@contextmanager
+def attach(model: Any, method: Method) -> Iterator[Folding]:
+    """Fold every prompt that `model.generate` gets inside the block.
+
+    Parameters
+    ----------
+    model : transformers causal language model
+    method : Method
+
+    Yields
+    ------
+    Folding
+        Its `cache` attribute holds the newest call's cache.
+
+    Examples
+    --------
+    >>> with kvfold.attach(model, kvfold.RDKV(keep=0.1)):
+    ...     model.generate(**inputs)
+    """
+    check_supported(model)
+    original = model.generate
+    had_own = "generate" in vars(model)
+    folding = Folding()
+
+    @wraps(original)
+    def generate(inputs: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        prompt = next(
+            (p for p in (inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if p is not None), None
+        )
+        names = [name for name in ("past_key_values", "cache") if kwargs.get(name) is not None]
+        if prompt is None or (names and not isinstance(kwargs[names[0]], FoldedCache)):
+            return original(inputs, *args, **kwargs)
+        cache = kwargs[names[0]] if names else FoldedCache(method, model.config)
+        mask = kwargs.get("attention_mask")
+        cache.expect(max(prompt.shape[1], 0 if mask is None else mask.shape[1]))
+        if not names:
+            kwargs[CACHE_KEYWORD] = cache
+        folding.cache = cache
+        try:
+            return original(inputs, *args, **kwargs)
+        except BaseException:
+            bridge.forget()
+            bridge.uninstall(cache)
+            folding.cache = None
+            raise
+
+    model.generate = generate
+    try:
+        yield folding
+    finally:
+        if had_own:
+            model.generate = original
+        else:
+            del model.generate
+
+
+def load(path: str | os.PathLike[str], model: Any) -> FoldedCache:
+    """Load a folded cache that `FoldedCache.save` wrote, for the same model.
+
+    Raises
+    ------
+    ArtifactError
+        Missing, truncated or altered file, newer format, or another model.
+    """
+    from kvfold.artifact import load as load_artifact
+
+    return load_artifact(path, model)

@@ -1,0 +1,207 @@
+"""FoldedCache: a transformers cache whose prompts are folded."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.cache_utils import Cache
+
+from kvfold.errors import KvfoldError
+from kvfold.hf import bridge
+from kvfold.hf.layer import FoldedLayer
+from kvfold.hf.support import check_version, folds, stock_layers, text_config
+from kvfold.ledger import Ledger, tensor_bytes
+from kvfold.methods.base import LayerView, Method
+
+if TYPE_CHECKING:
+    import os
+
+
+class FoldedCache(Cache):
+    """A cache for `model.generate(..., past_key_values=cache)` (`cache=cache` from transformers 5.24).
+
+    A prompt runs through exact attention; as soon as it is complete each layer's keys and values are folded.
+    New tokens stay exact in a tail, and blocks of them are folded later if the method says so.
+
+    Parameters
+    ----------
+    method : Method
+        How to fold.
+    config : PretrainedConfig, optional
+        The model's config. Needed beforehand only for models whose first layers are not attention.
+    prompt_tokens : int, optional
+        Logical length of the prompt, so that a prompt that arrives in chunks is folded once, when complete.
+        Not told, every call of more than one token is folded, and a call that directly continues another is
+        folded together with it, within the same total budget.
+    progress : callable, optional
+        Called with (layer index, number of layers) when a layer has been folded.
+
+    Raises
+    ------
+    UnsupportedModelError
+        transformers is too old.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        config: Any = None,
+        *,
+        prompt_tokens: int | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ):
+        check_version()
+        if not isinstance(method, Method):
+            raise KvfoldError(f"method must be a kvfold Method, such as RDKV(keep=0.1), not {type(method).__name__}")
+        if prompt_tokens is not None and prompt_tokens < 1:
+            raise KvfoldError(f"prompt_tokens must be at least 1, not {prompt_tokens}")
+        super().__init__(layers=[])
+        self.method = method
+        self.config: Any = None
+        self.prompt_end = prompt_tokens
+        self.progress = progress
+        self.prompt_hash: str | None = None
+        self.report: list[dict[str, Any]] = []
+        """One entry a segment: tokens, real tokens of the longest row, whether it was folded, generated or prompt."""
+        self._views: dict[int, LayerView] = {}
+        self._recording = False
+        if config is not None:
+            self._build_layers(config)
+        bridge.install(self)
+
+    def expect(self, length: int) -> None:
+        """Tell that the current prompt is complete when the cache has seen `length` logical tokens."""
+        self.prompt_end = length
+
+    # ---- layers ----
+
+    def _build_layers(self, config: Any) -> None:
+        self.config = text_config(config)
+        for layer_idx, stock in enumerate(stock_layers(config)):
+            if layer_idx >= len(self.layers):
+                self.layers.append(FoldedLayer(self, layer_idx) if folds(stock) else stock)
+        if self._recording:
+            super().activate_past_recording()
+
+    def activate_past_recording(self) -> None:
+        """Speculative decoding begins (see `transformers.Cache`); layers made later are told too."""
+        self._recording = True
+        super().activate_past_recording()
+
+    def adopt(self, module: torch.nn.Module, layer: FoldedLayer) -> None:
+        """Learn the model's layer types from the first attention module, when no config was given."""
+        config = getattr(module, "config", None)
+        if self.config is not None or config is None:
+            return
+        first = layer.layer_idx
+        self.layers = self.layers[:first]
+        if len(self.layers) != first:
+            raise KvfoldError("the first attention layer is not layer 0: give the cache config=model.config")
+        self._build_layers(config)
+        if isinstance(self.layers[first], FoldedLayer):
+            self.layers[first] = layer
+        else:
+            assert layer.keys is not None and layer.values is not None
+            self.layers[first].update(layer.keys, layer.values)
+
+    @property
+    def folded_layers(self) -> list[FoldedLayer]:
+        """The layers that fold; the others are transformers' own."""
+        return [layer for layer in self.layers if isinstance(layer, FoldedLayer)]
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model that have a cache."""
+        return len(self.layers)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hand new states to a layer (see `transformers.Cache.update`)."""
+        while len(self.layers) <= layer_idx:
+            self.layers.append(FoldedLayer(self, len(self.layers)))
+            self.layers[-1].recording = self._recording
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    # ---- folding ----
+
+    def fold_layer(self, layer: FoldedLayer, view: LayerView) -> None:
+        """Fold one layer now, or all of them once the last has been seen, as the method's granularity says."""
+        self._views[layer.layer_idx] = view
+        if self.method.granularity == "model" and layer is not self.folded_layers[-1]:
+            return
+        views, self._views = self._views, {}
+        stores = self.method.fold([views[index] for index in sorted(views)])
+        for index, store in zip(sorted(views), stores, strict=True):
+            target = self.layers[index]
+            assert isinstance(target, FoldedLayer)
+            target.take(store)
+            self.note(index, store.tokens, max(view.real_tokens), folded=True, generated=view.generated)
+            if self.progress is not None and not view.generated:
+                self.progress(index, self.num_layers)
+
+    def note(self, layer_idx: int, tokens: int, real_tokens: int, *, folded: bool, generated: bool) -> None:
+        """Report a segment once, when its first layer is done."""
+        if layer_idx != self.folded_layers[0].layer_idx:
+            return
+        entry: dict[str, Any] = {"tokens": tokens, "real_tokens": real_tokens, "folded": folded, "generated": generated}
+        if not folded:
+            entry["why"] = f"at most {self.method.shortest} tokens: too short to fold with {self.method.name}"
+        self.report.append(entry)
+
+    def fork(self) -> FoldedCache:
+        """A cache that continues from here on its own; the folded segments are shared, not copied."""
+        other = FoldedCache(self.method, prompt_tokens=self.prompt_end)
+        other.config, other.prompt_hash = self.config, self.prompt_hash
+        other.report = list(self.report)
+        for layer in self.layers:
+            twin = copy.copy(layer)
+            if isinstance(layer, FoldedLayer):
+                twin = copy.copy(layer)
+                twin._cache = FoldedLayer(other, layer.layer_idx)._cache
+                twin.segments = list(layer.segments)
+                twin.block_observer = copy.copy(layer.block_observer)
+                twin.prompt_observer = copy.deepcopy(layer.prompt_observer)
+            else:
+                # Stock layers replace their tensors but may also write in place.
+                twin = copy.deepcopy(layer)
+            other.layers.append(twin)
+        return other
+
+    # ---- bytes ----
+
+    def ledger(self) -> Ledger:
+        """Bytes by purpose; their sum is the storage of every live tensor of the cache."""
+        ledgers = []
+        for layer in self.layers:
+            if isinstance(layer, FoldedLayer):
+                ledgers.append(layer.ledger())
+            else:
+                states = [t for t in vars(layer).values() if isinstance(t, torch.Tensor)]
+                count = sum(tensor_bytes(tensor) for tensor in states)
+                ledgers.append(Ledger({"stock layers": count} if count else {}, count))
+        return Ledger.merge(ledgers)
+
+    def widths(self) -> list[list[dict[str, dict[int, int]]]]:
+        """Bits by layer and KV head of the folded segments: see `Store.widths`."""
+        result = []
+        for layer in self.folded_layers:
+            heads: list[dict[str, dict[int, int]]] = []
+            for segment in layer.segments:
+                for head, widths in enumerate(segment.store.widths()):
+                    if len(heads) <= head:
+                        heads.append({"values": {}, "keys": {}})
+                    for part, counts in widths.items():
+                        for bits, count in counts.items():
+                            heads[head][part][bits] = heads[head][part].get(bits, 0) + count
+            result.append(heads)
+        return result
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the folded cache to a local path or any fsspec URL; see `kvfold.artifact.save`."""
+        from kvfold.artifact import save
+
+        save(self, path)

@@ -1,0 +1,569 @@
+"""One full-attention layer of a folded cache: folded segments, an exact tail, and attention over both."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from kvfold.errors import CacheMismatchError, NonFiniteError, UnsupportedModelError
+from kvfold.hf import bridge
+from kvfold.hf.observe import BlockObserver, PromptObserver
+from kvfold.hf.rotary import key_bias_of, rotary_of
+from kvfold.kernels.reference import Part, attend, merge
+from kvfold.ledger import Ledger, tensor_bytes
+from kvfold.methods.base import LayerView
+from kvfold.stores.base import Expand, Store
+
+if TYPE_CHECKING:
+    from kvfold.hf.cache import FoldedCache
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A store, and which of its rows each batch row reads (None: its own)."""
+
+    store: Store
+    rows: torch.Tensor | None = None
+
+    def select(self, index: torch.Tensor) -> Segment:
+        """The segment seen from another choice of batch rows; the store itself is shared."""
+        return replace(self, rows=index if self.rows is None else self.rows[index])
+
+    def compact(self) -> Segment:
+        """Drop store rows that no batch row reads any more."""
+        if self.rows is None:
+            return self
+        used, rows = torch.unique(self.rows, return_inverse=True)
+        if len(used) == self.store.rows:
+            return self
+        store = self.store.select(used)
+        return Segment(store, None if torch.equal(rows, torch.arange(store.rows, device=rows.device)) else rows)
+
+
+class FoldedLayer(CacheLayerMixin):
+    """Cache of one full-attention layer.
+
+    Attributes
+    ----------
+    segments : list of Segment
+        Folded prompts and blocks, oldest first.
+    keys, values : (batch, kv_heads, tail, dim)
+        Exact tokens after the last segment.
+    """
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, cache: FoldedCache, layer_idx: int):
+        super().__init__()
+        self._cache = weakref.ref(cache)
+        self.layer_idx = layer_idx
+        self.segments: list[Segment] = []
+        self.folded_tokens = 0
+        self.prompt_observer: PromptObserver | None = None
+        self.block_observer = BlockObserver()
+        self.recording = False
+        self.reopen = False
+        self.module: weakref.ref[torch.nn.Module] | None = None
+
+    @property
+    def cache(self) -> FoldedCache:
+        """The cache this layer belongs to."""
+        cache = self._cache()
+        if cache is None:
+            raise RuntimeError("this layer's FoldedCache no longer exists")
+        return cache
+
+    # ---- the transformers cache layer interface ----
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Start an empty tail of the states' batch, heads, dtype and device."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append new states to the tail, announce the layer, return the whole tail."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None and self.values is not None
+        self._check_states(key_states, value_states)
+        bridge.announce(self)
+        self.keys = torch.cat([self.keys, key_states], 2)
+        self.values = torch.cat([self.values, value_states], 2)
+        return self.keys, self.values
+
+    def _check_states(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        assert self.keys is not None and self.values is not None
+        expected = (self.keys.shape[0], self.keys.shape[1], self.keys.shape[3], self.values.shape[3])
+        found = (keys.shape[0], keys.shape[1], keys.shape[3], values.shape[3])
+        if expected != found:
+            hint = (
+                "repeat the cache with batch_repeat_interleave or batch_select_indices"
+                if expected[1:] == found[1:]
+                else "the cache belongs to another model"
+            )
+            raise CacheMismatchError(
+                f"layer {self.layer_idx}: the folded cache holds (batch, kv_heads, key_dim, value_dim) = {expected},"
+                f" the model brings {found}: {hint}"
+            )
+        if keys.dtype != self.dtype or keys.device != self.keys.device:
+            raise CacheMismatchError(
+                f"layer {self.layer_idx}: the folded cache was made in {self.dtype} on {self.keys.device}, the model"
+                f" runs in {keys.dtype} on {keys.device}; load the model as it was when folding, or fold again"
+            )
+
+    @property
+    def tail(self) -> int:
+        """Exact tokens after the last segment."""
+        return 0 if self.keys is None else self.keys.shape[2]
+
+    def get_seq_length(self) -> int:
+        """Logical tokens seen, never the number of entries kept."""
+        return self.folded_tokens + self.tail
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Masks cover every logical token; the layer takes the tail's columns."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        """No maximum."""
+        return -1
+
+    def reset(self) -> None:
+        """Forget everything."""
+        cache = self.cache
+        self.__init__(cache, self.layer_idx)  # type: ignore[misc]
+
+    def _select(self, index: torch.Tensor) -> None:
+        if self.keys is None or self.values is None:
+            return
+        index = index.to(self.keys.device)
+        self.keys, self.values = self.keys[index], self.values[index]
+        self.segments = [segment.select(index) for segment in self.segments]
+        self.block_observer.select(index)
+        if self.prompt_observer is not None:
+            self.prompt_observer.select(index)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Beam search: choose batch rows. Folded segments are shared, not copied."""
+        self._select(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each batch row; the folded segments stay in memory once."""
+        if self.keys is not None:
+            self._select(torch.arange(self.keys.shape[0], device=self.keys.device).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep some batch rows and free what no row reads any more."""
+        if self.keys is not None:
+            rows = torch.arange(self.keys.shape[0], device=self.keys.device)[indices.to(self.keys.device)]
+            self._select(rows)
+            self.segments = [segment.compact() for segment in self.segments]
+
+    def activate_past_recording(self) -> None:
+        """Speculative decoding begins: calls may be cropped again, so nothing is folded before a `crop`."""
+        self.recording = True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last tokens: a negative number that many, a positive one all beyond that length."""
+        length = self.get_seq_length()
+        remove = -tokens_to_remove if tokens_to_remove <= 0 else max(length - tokens_to_remove, 0)
+        if remove > length:
+            raise ValueError(f"cannot crop {remove} tokens from a cache of {length}")
+        if self.keys is not None and self.values is not None and remove:
+            from_tail = min(remove, self.tail)
+            if from_tail:
+                # Copies: a view would keep the cropped tokens' bytes alive.
+                self.keys = self.keys[:, :, : self.tail - from_tail].clone()
+                self.values = self.values[:, :, : self.values.shape[2] - from_tail].clone()
+                remove -= from_tail
+            while remove:
+                last = self.segments.pop()
+                self.folded_tokens -= last.store.tokens
+                if last.store.tokens > remove:
+                    shorter = last.store.crop(last.store.tokens - remove)
+                    self.segments.append(replace(last, store=shorter))
+                    self.folded_tokens += shorter.tokens
+                    remove = 0
+                else:
+                    remove -= last.store.tokens
+            self.block_observer = BlockObserver()
+            self.reopen = False
+        if self.recording and self.prompt_observer is not None:
+            self._finish_recorded_prompt()
+
+    # ---- attention ----
+
+    def attention(
+        self,
+        base: Callable[..., Any],
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Attention for the states that `update` was just given, then whatever folding is due.
+
+        Without folded segments the model's own attention function runs on the tail, unchanged.
+        """
+        self.cache.adopt(module, self)
+        if self.cache.layers[self.layer_idx] is not self:
+            # The config has just told that this layer is not one to fold: its stock layer has taken over.
+            return base(module, query, key, value, attention_mask, *args, **kwargs)
+        self.module = weakref.ref(module)
+        call = _Call.of(self, module, query, key, attention_mask, kwargs)
+        if not self.segments:
+            result = base(module, query, key, value, attention_mask, *args, **kwargs)
+            parts: list[Part] = []
+        else:
+            parts = self._parts(call, query, key, value)
+            output, _ = merge(parts)
+            result = output.transpose(1, 2).contiguous().to(query.dtype), None
+        with torch.no_grad():
+            self._after_attention(call, query, key, parts)
+        return result
+
+    def _parts(self, call: _Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> list[Part]:
+        """Attention over each segment, then over the tail, then the model's sinks if it has them."""
+        parts = [
+            segment.store.attend(query, segment.rows, call.scaling, call.softcap, call.expand)
+            for segment in self.segments
+        ]
+        parts.append(attend(query, key, value, call.scaling, call.tail_mask(), call.softcap))
+        if call.sinks is not None:
+            lse = call.sinks.float().view(1, -1, 1).expand(query.shape[:3])
+            parts.append((torch.zeros_like(parts[-1][0]), lse))
+        return parts
+
+    # ---- folding ----
+
+    def _after_attention(self, call: _Call, query: torch.Tensor, key: torch.Tensor, parts: list[Part]) -> None:
+        end = self.cache.prompt_end
+        start = self.folded_tokens
+        told = end is not None and start < end and self.get_seq_length() - call.new < end
+        if told:
+            assert end is not None
+            in_prompt = min(end - start, self.tail)
+            ahead = self.tail - in_prompt
+            part = query if not ahead else query[:, :, : query.shape[2] - ahead]
+            self._observe_prompt(call, part, key[:, :, :in_prompt], parts, end - start)
+            if self.get_seq_length() >= end:
+                self._fold_prompt(call, in_prompt)
+        elif self.recording:
+            if call.new > 1 and not self.segments and self.prompt_observer is None:
+                self._observe_prompt(call, query, key, parts, None)
+                self._recorded = call
+        elif call.new > 1:
+            if self.reopen and self.segments:
+                key = self._reopen(key, call)
+            self._observe_prompt(call, query, key, parts[:-1] if self.reopen else parts, None)
+            self._fold_prompt(call, self.tail)
+            self.reopen = bool(self.segments)
+            return
+        else:
+            self._observe_block(call, query, key, parts)
+        self.reopen = False
+
+    def _observe_prompt(
+        self, call: _Call, query: torch.Tensor, key: torch.Tensor, parts: list[Part], total: int | None
+    ) -> None:
+        if self.prompt_observer is None:
+            self.prompt_observer = PromptObserver(self.cache.method.needs, total)
+        others = [part[1] for part in parts[: len(self.segments)]]
+        other_lse = torch.logsumexp(torch.stack(others), 0)[:, :, : query.shape[2]] if others else None
+        if call.sinks is not None:
+            sinks = call.sinks.float().view(1, -1, 1).expand(query.shape[:3])
+            other_lse = sinks if other_lse is None else torch.logaddexp(other_lse, sinks)
+        valid = call.valid[:, :, : key.shape[2]]
+        self.prompt_observer.observe(
+            query, key, valid, call.scaling, call.softcap, other_lse, self.kv_heads
+        )
+
+    @property
+    def kv_heads(self) -> int:
+        """KV heads as cached (one for latents)."""
+        assert self.keys is not None
+        return self.keys.shape[1]
+
+    def _reopen(self, key: torch.Tensor, call: _Call) -> torch.Tensor:
+        """Put the last segment back in front of the tail: a prompt that came in untold pieces is one prompt.
+
+        Evicted tokens come back as invalid zeros, so that positions stay logical.
+        """
+        assert self.keys is not None and self.values is not None
+        segment = self.segments.pop()
+        store = segment.store
+        self.folded_tokens -= store.tokens
+        batch, heads = self.keys.shape[:2]
+        first, second = (self.values, self.keys) if call.expand else (self.keys, self.values)
+        keys = first.new_zeros(batch, heads, store.tokens, first.shape[-1])
+        values = second.new_zeros(batch, heads, store.tokens, second.shape[-1])
+        valid = torch.zeros(batch, heads, store.tokens, dtype=torch.bool, device=keys.device)
+        for row in range(batch):
+            source = row if segment.rows is None else int(segment.rows[row])
+            for head in range(heads):
+                kept = store.kept(source, head)
+                keys[row, head, kept.positions] = kept.keys.to(keys.dtype)
+                values[row, head, kept.positions] = kept.values.to(values.dtype)
+                valid[row, head, kept.positions] = True
+        rows = range(batch) if segment.rows is None else segment.rows.tolist()
+        call.real_tokens = tuple(
+            store.real_tokens[source] + count for source, count in zip(rows, call.real_tokens, strict=True)
+        )
+        call.valid = torch.cat([valid, call.valid.expand(-1, heads, -1)], 2)
+        call.positions = call.positions[:, :1] - torch.arange(store.tokens, 0, -1, device=keys.device)
+        call.positions = torch.cat([call.positions, call.tail_positions], 1)
+        seen = call.expand(keys, values)[0] if call.expand else keys
+        keys, values = torch.cat([keys, first], 2), torch.cat([values, second], 2)
+        self.keys, self.values = (values, keys) if call.expand else (keys, values)
+        return torch.cat([seen, key], 2)
+
+    def _fold_prompt(self, call: _Call, tokens: int) -> None:
+        observer, self.prompt_observer = self.prompt_observer, None
+        assert observer is not None and self.keys is not None
+        real = call.real_tokens if tokens == self.tail else call.count_real(tokens)
+        if max(real) <= self.cache.method.shortest:
+            self.cache.note(self.layer_idx, tokens, max(real), folded=False, generated=False)
+            return
+        view = self._view(call, tokens, real)
+        view.queries = observer.queries
+        view.mass, view.seen_by = observer.mass, observer.seen_by
+        if observer.sampled:
+            view.sampled, view.sampled_index = torch.cat(observer.sampled, 2), torch.cat(observer.sampled_index)
+        self.cache.fold_layer(self, view)
+
+    def _observe_block(self, call: _Call, query: torch.Tensor, key: torch.Tensor, parts: list[Part]) -> None:
+        block = self.cache.method.block
+        if not block or self.tail <= block:
+            return
+        lse = merge(parts)[1] if parts else attend(query, key, key, call.scaling, call.tail_mask(), call.softcap)[1]
+        mask = call.tail_mask()
+        visible = None if mask is None else _visible(mask)[..., :block]
+        self.block_observer.observe(
+            query, key[:, :, :block], visible, lse, call.scaling, call.softcap, self.kv_heads, self._key_dim(call)
+        )
+        if self.tail < 2 * block:
+            return
+        observer, self.block_observer = self.block_observer, BlockObserver()
+        assert observer.energy is not None
+        view = self._view(call, block, call.count_real(block))
+        view.mass, view.energy = observer.mass, observer.energy / observer.count
+        view.seen_by = torch.full_like(view.positions, observer.count, dtype=torch.float32)
+        view.generated = True
+        self.cache.fold_layer(self, view)
+
+    def _key_dim(self, call: _Call) -> int:
+        assert self.keys is not None and self.values is not None
+        return (self.values if call.expand else self.keys).shape[-1]
+
+    def _finish_recorded_prompt(self) -> None:
+        """The first crop of speculative decoding tells which tokens are there to stay: fold them."""
+        call: _Call = self._recorded
+        del self._recorded
+        self._fold_prompt(call, self.tail)
+
+    def _view(self, call: _Call, tokens: int, real_tokens: tuple[int, ...]) -> LayerView:
+        assert self.keys is not None and self.values is not None
+        keys, values = self.keys[:, :, :tokens], self.values[:, :, :tokens]
+        if call.expand:
+            keys, values = values, keys
+        for name, states in (("keys", keys), ("values", values)):
+            if not bool(torch.isfinite(states).all()):
+                raise NonFiniteError(
+                    f"layer {self.layer_idx}: the {name} to fold hold NaN or Inf; the model overflowed"
+                    f" (try bfloat16 or float32 instead of {states.dtype})"
+                )
+        module = call.module
+        rotary = rotary_of(module)
+        return LayerView(
+            keys=keys,
+            values=values,
+            valid=call.valid[:, :, :tokens].expand(-1, keys.shape[1], -1),
+            real_tokens=real_tokens,
+            positions=call.positions[:, :tokens],
+            scaling=call.scaling,
+            softcap=call.softcap,
+            layer_idx=self.layer_idx,
+            num_layers=self.cache.num_layers,
+            rotary=rotary,
+            key_bias=None if rotary is None else key_bias_of(module, keys.shape[1], keys.shape[-1]),
+            output_weight=_output_weight(module, call.heads, call.value_width),
+            expand=call.expand,
+        )
+
+    def take(self, store: Store) -> None:
+        """Replace the first tokens of the tail by their folded form."""
+        assert self.keys is not None and self.values is not None
+        self.keys = self.keys[:, :, store.tokens :].clone()
+        self.values = self.values[:, :, store.tokens :].clone()
+        self.folded_tokens += store.tokens
+        self.segments.append(Segment(store))
+
+    # ---- bytes ----
+
+    def tail_tensors(self) -> list[torch.Tensor]:
+        """Everything live that is not in a store."""
+        named = [self.keys, self.values] + [segment.rows for segment in self.segments]
+        named += self.block_observer.tensors()
+        named += self.prompt_observer.tensors() if self.prompt_observer is not None else []
+        return [tensor for tensor in named if tensor is not None]
+
+    def ledger(self) -> Ledger:
+        """Bytes of this layer by purpose."""
+        purposes: dict[str, int] = {}
+        full = folded = 0
+        for segment in self.segments:
+            for purpose, count in segment.store.ledger().items():
+                purposes[purpose] = purposes.get(purpose, 0) + count
+            folded += segment.store.nbytes
+            full += segment.store.full_bytes
+        if self.keys is not None and self.values is not None:
+            states = tensor_bytes(self.keys) + tensor_bytes(self.values)
+            purposes["tail"] = states
+            purposes["observations"] = sum(tensor_bytes(tensor) for tensor in self.tail_tensors()) - states
+            exact = 2 * (self.keys.numel() + self.values.numel())
+        else:
+            exact = 0
+        purposes = {purpose: count for purpose, count in purposes.items() if count}
+        return Ledger(purposes, full + exact, folded, full, self.get_seq_length())
+
+
+@dataclass
+class _Call:
+    """One attention call as folding sees it; columns are the tail's."""
+
+    module: torch.nn.Module
+    new: int
+    tail: int
+    heads: int
+    value_width: int
+    scaling: float
+    softcap: float | None
+    sinks: torch.Tensor | None
+    mask: torch.Tensor | None
+    valid: torch.Tensor
+    """(batch, 1 or kv_heads, tail) bool"""
+    positions: torch.Tensor
+    real_tokens: tuple[int, ...]
+    expand: Expand | None
+
+    @staticmethod
+    def of(
+        layer: FoldedLayer,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        attention_mask: Any,
+        kwargs: dict[str, Any],
+    ) -> _Call:
+        batch, heads, new, _ = query.shape
+        tail = key.shape[2]
+        if attention_mask is not None and not isinstance(attention_mask, torch.Tensor):
+            raise UnsupportedModelError(
+                f"attention masks of type {type(attention_mask).__name__} (flex_attention) cannot be split between"
+                " folded and exact tokens; load the model with attn_implementation='sdpa'"
+            )
+        mask = None
+        if attention_mask is None:
+            valid = torch.ones(batch, 1, tail, dtype=torch.bool, device=key.device)
+        elif attention_mask.dim() == 2:
+            valid = attention_mask[:, None, -tail:].bool()
+        else:
+            mask = attention_mask[..., -tail:]
+            valid = _visible(mask)[:, 0, -1:, :].expand(batch, -1, -1)
+        scaling = kwargs.get("scaling")
+        return _Call(
+            module=module,
+            new=new,
+            tail=tail,
+            heads=heads,
+            value_width=int(getattr(module, "v_head_dim", 0) or query.shape[-1]),
+            scaling=float(query.shape[-1] ** -0.5 if scaling is None else scaling),
+            softcap=kwargs.get("softcap"),
+            sinks=kwargs.get("s_aux"),
+            mask=mask,
+            valid=valid,
+            positions=_tail_positions(valid[:, 0], kwargs.get("position_ids"), new, layer.get_seq_length()),
+            real_tokens=tuple(int(count) for count in valid[:, 0].sum(-1)),
+            expand=_expand_of(module),
+        )
+
+    def __post_init__(self) -> None:
+        self.tail_positions = self.positions
+
+    def tail_mask(self) -> torch.Tensor | None:
+        """Mask over the tail's columns, (batch, 1, new, tail), or None where every query sees all of it."""
+        if self.mask is not None:
+            return self.mask
+        tail_valid = self.valid[:, :, -self.tail :]
+        mask = None
+        if self.new > 1:
+            last = torch.arange(self.tail - self.new, self.tail, device=self.valid.device)
+            mask = (torch.arange(self.tail, device=self.valid.device) <= last[:, None])[None, None]
+        if not bool(tail_valid.all()):
+            padding = tail_valid[:, :1, None, :]
+            mask = padding.expand(-1, -1, self.new, -1) if mask is None else mask & padding
+        return mask
+
+    def count_real(self, tokens: int) -> tuple[int, ...]:
+        """Real tokens of each row among the first `tokens`."""
+        return tuple(int(count) for count in self.valid[:, 0, :tokens].sum(-1))
+
+
+def _visible(mask: torch.Tensor) -> torch.Tensor:
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+
+
+def _tail_positions(
+    valid: torch.Tensor, position_ids: torch.Tensor | None, new: int, length: int
+) -> torch.Tensor:
+    """RoPE positions (batch, tail) of the tail, from those of the call's own tokens.
+
+    Positions count real tokens where the call's own positions do (`generate`), and every token where they are a
+    plain range (a bare forward pass).
+    """
+    batch, tail = valid.shape
+    plain = torch.arange(tail - 1, -1, -1, device=valid.device).expand(batch, -1)
+    if position_ids is None or position_ids.dim() != 2:
+        return length - 1 - plain
+    last = position_ids[:, -1:].to(valid.device).long().expand(batch, 1)
+    own = position_ids.to(valid.device).long().expand(batch, -1)
+    if new > 1 and bool((own[:, 1:] - own[:, :-1] == 1).all()):
+        return last - plain
+    after = valid.flip(1).cumsum(1).flip(1) - 1
+    return last - after.clamp_min(0)
+
+
+def _expand_of(module: torch.nn.Module) -> Expand | None:
+    """For multi-head latent attention: (rotary part, latent) to per-head keys and values."""
+    expand_kv = getattr(module, "expand_kv", None)
+    if expand_kv is None:
+        return None
+    dtype = next(module.parameters()).dtype
+
+    def expand(rotary: torch.Tensor, latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = expand_kv(latent.to(dtype), rotary.to(dtype))
+        return keys, values
+
+    return expand
+
+
+def _output_weight(module: torch.nn.Module, heads: int, value_dim: int) -> torch.Tensor | None:
+    """The output projection by head, (heads, value_dim, hidden), or None where it cannot be told."""
+    weight = getattr(getattr(module, "o_proj", None), "weight", None)
+    if weight is None or weight.dim() != 2 or weight.shape[1] != heads * value_dim:
+        return None
+    return weight.detach().t().reshape(heads, value_dim, -1)

@@ -1,0 +1,91 @@
+"""The model's own rotary embedding, found from an attention module."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kvfold.hf.support import text_config
+
+
+class ModelRotary:
+    """Rotate and un-rotate with the functions of the model's own modelling file.
+
+    Using the file's `apply_rotary_pos_emb` and rotary module makes partial, interleaved and scaled RoPE right
+    without knowing which one a model has.
+
+    Parameters
+    ----------
+    embedding : module mapping (x, position_ids (1, tokens)) to (cos, sin)
+    apply : callable (q, k, cos, sin) -> (q, k)
+    """
+
+    def __init__(self, embedding: torch.nn.Module, apply: Callable[..., Any]):
+        self.embedding, self.apply = embedding, apply
+
+    def _turn(self, x: torch.Tensor, positions: torch.Tensor, backwards: bool) -> torch.Tensor:
+        shape = x.shape
+        flat = x.float().reshape(1, -1, *shape[-2:])
+        cos, sin = self.embedding(flat, positions.reshape(1, -1).to(x.device))
+        cos, sin = cos.float(), sin.float()
+        scale = float(getattr(self.embedding, "attention_scaling", 1.0))
+        turned, _ = self.apply(flat, flat[:, :1], cos / scale, (-sin if backwards else sin) / scale)
+        rotary_dims = cos.shape[-1]
+        if scale != 1.0:
+            turned = turned.clone()
+            turned[..., :rotary_dims] *= 1 / scale if backwards else scale
+        return turned.reshape(shape)
+
+    def rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """RoPE on x (..., tokens, head_dim) at positions (tokens,); float32."""
+        return self._turn(x, positions, backwards=False)
+
+    def unrotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The inverse of `rotate`; float32."""
+        return self._turn(x, positions, backwards=True)
+
+
+def rotary_of(module: torch.nn.Module) -> ModelRotary | None:
+    """Rotary embedding that an attention module's model uses, or None where it cannot be told.
+
+    None for models without RoPE, for dynamic scaling (frequencies depend on the length seen), and for
+    modelling files that lay theirs out in a way this cannot follow.
+    """
+    source = sys.modules.get(type(module).__module__)
+    apply = getattr(source, "apply_rotary_pos_emb", None)
+    config = getattr(module, "config", None)
+    if source is None or apply is None or config is None:
+        return None
+    config = text_config(config)
+    # Layers without RoPE in models that mix both kinds (smollm3; cohere2's full-attention layers).
+    if getattr(module, "use_rope", True) is False:
+        return None
+    if str(config.model_type).startswith("cohere2") and getattr(module, "sliding_window", None) is None:
+        return None
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if parameters.get("rope_type", "default") in ("dynamic", "longrope") or any(
+        isinstance(value, dict) for value in parameters.values()
+    ):
+        return None
+    stem = type(module).__name__.removesuffix("Attention")
+    embedding_class = getattr(source, f"{stem}RotaryEmbedding", None)
+    if embedding_class is None or hasattr(module, "expand_kv"):
+        return None
+    with torch.no_grad():
+        device = next(module.parameters()).device
+        return ModelRotary(embedding_class(config=config).to(device), apply)
+
+
+def key_bias_of(module: torch.nn.Module, kv_heads: int, key_dim: int) -> torch.Tensor | None:
+    """Bias of the key projection, (kv_heads, key_dim) float32, or None without one.
+
+    None too where a norm follows the projection: then the bias does not simply add to the key.
+    """
+    projection = getattr(module, "k_proj", None)
+    bias = getattr(projection, "bias", None)
+    if bias is None or hasattr(module, "k_norm") or bias.numel() != kv_heads * key_dim:
+        return None
+    return bias.detach().float().view(kv_heads, key_dim)

@@ -1,0 +1,92 @@
+"""Which models can read a folded cache, and what their configs say about shapes."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import transformers
+from packaging.version import Version
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from kvfold.errors import UnsupportedModelError
+
+MINIMUM_TRANSFORMERS = "5.16"
+
+CACHE_KEYWORD = "cache" if Version(transformers.__version__) >= Version("5.24.dev0") else "past_key_values"
+"""Name under which models and `generate` take a cache."""
+
+def check_version() -> None:
+    """Refuse a transformers that lacks the cache interface kvfold speaks."""
+    if Version(transformers.__version__) < Version(MINIMUM_TRANSFORMERS):
+        raise UnsupportedModelError(
+            f"transformers {transformers.__version__} is too old: kvfold needs >= {MINIMUM_TRANSFORMERS}"
+            f" (pip install 'transformers>={MINIMUM_TRANSFORMERS}')"
+        )
+
+
+def check_supported(model: Any) -> None:
+    """Refuse, before any work, a model whose attention cannot read a folded cache.
+
+    Raises
+    ------
+    UnsupportedModelError
+        Encoder-decoder models, models that do not dispatch attention through transformers' attention interface
+        (bloom, falcon, ...), models without any full-attention layer, flex attention.
+    """
+    check_version()
+    name = type(model).__name__
+    config = model.config
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{name} is an encoder-decoder model; kvfold folds decoder-only models")
+    module = sys.modules.get(type(model).__module__)
+    supports = getattr(model, "_supports_attention_backend", False)
+    if not supports or (module is not None and not hasattr(module, "ALL_ATTENTION_FUNCTIONS")):
+        raise UnsupportedModelError(
+            f"{name} does not call transformers' attention interface, so its attention cannot read a folded cache;"
+            " use a model whose class has _supports_attention_backend = True (llama, qwen, mistral, gemma, ...)"
+        )
+    implementation = getattr(config, "_attn_implementation", None)
+    if implementation is not None and "flex" in implementation:
+        raise UnsupportedModelError(
+            "flex_attention masks cannot be split between folded and exact tokens;"
+            " load the model with attn_implementation='sdpa'"
+        )
+    if not any(folds(layer) for layer in stock_layers(config)):
+        raise UnsupportedModelError(f"{name} has no full-attention layer, so there is nothing to fold")
+
+
+def text_config(config: Any) -> Any:
+    """The decoder's own config (of a vision-language model, its text part)."""
+    return config.get_text_config(decoder=True)
+
+
+def stock_layers(config: Any) -> list[Any]:
+    """The cache layers transformers itself would make for this config."""
+    return list(DynamicCache(config=config).layers)
+
+
+def folds(layer: Any) -> bool:
+    """Whether a stock layer is plain full attention; sliding, linear and indexed layers stay as they are."""
+    return type(layer) is DynamicLayer
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """Shape of one folding layer's cache: KV heads and widths of what methods call keys and values."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+
+def cache_shape(config: Any) -> CacheShape:
+    """Cache shape from a config; for multi-head latent attention, one head: rotary part and latent."""
+    config = text_config(config)
+    latent = getattr(config, "kv_lora_rank", None)
+    if latent:
+        return CacheShape(1, int(config.qk_rope_head_dim), int(latent))
+    heads = int(config.num_attention_heads)
+    head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    return CacheShape(int(getattr(config, "num_key_value_heads", None) or heads), head_dim, head_dim)

@@ -1,0 +1,1 @@
+"""Decode attention for each store, a plain-torch reference beside every fused kernel."""

@@ -1,0 +1,81 @@
+"""The byte ledger: what every live byte of a folded cache is for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+
+def tensor_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor's own elements."""
+    return tensor.numel() * tensor.element_size()
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Bytes of a folded cache by purpose.
+
+    Attributes
+    ----------
+    by_purpose : mapping of str to int
+        Bytes for each purpose ("codes", "scales", "minima", "positions", "order", "fp16 rows", "tail", ...).
+        Their sum equals the storage bytes of the cache's live tensors.
+    full_bytes : int
+        16-bit keys and values of the same real tokens, the bytes a full cache would take.
+    folded_bytes : int
+        The part of the total that belongs to folded segments (all but tail and stock layers).
+    folded_full_bytes : int
+        16-bit keys and values of the tokens in folded segments.
+    tokens : int
+        Logical tokens seen (with padding, the longest row).
+    """
+
+    by_purpose: Mapping[str, int] = field(default_factory=dict)
+    full_bytes: int = 0
+    folded_bytes: int = 0
+    folded_full_bytes: int = 0
+    tokens: int = 0
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return sum(self.by_purpose.values())
+
+    @property
+    def ratio(self) -> float:
+        """Total bytes over the bytes of a full 16-bit cache (1.0 for an empty cache)."""
+        return self.total / self.full_bytes if self.full_bytes else 1.0
+
+    @property
+    def folded_ratio(self) -> float:
+        """Bytes of the folded segments over the 16-bit bytes of their tokens: what `keep` bounds."""
+        return self.folded_bytes / self.folded_full_bytes if self.folded_full_bytes else 1.0
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain data for JSON."""
+        return {
+            "by_purpose": dict(self.by_purpose),
+            "total": self.total,
+            "full_bytes": self.full_bytes,
+            "ratio": self.ratio,
+            "folded_bytes": self.folded_bytes,
+            "folded_full_bytes": self.folded_full_bytes,
+            "folded_ratio": self.folded_ratio,
+            "tokens": self.tokens,
+        }
+
+    @staticmethod
+    def merge(ledgers: Iterable[Ledger]) -> Ledger:
+        """Sum ledgers of several layers; tokens are the most any of them saw."""
+        by_purpose: dict[str, int] = {}
+        full = folded = folded_full = tokens = 0
+        for ledger in ledgers:
+            for purpose, count in ledger.by_purpose.items():
+                by_purpose[purpose] = by_purpose.get(purpose, 0) + count
+            full += ledger.full_bytes
+            folded += ledger.folded_bytes
+            folded_full += ledger.folded_full_bytes
+            tokens = max(tokens, ledger.tokens)
+        return Ledger(by_purpose, full, folded, folded_full, tokens)

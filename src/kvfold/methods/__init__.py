@@ -1,0 +1,32 @@
+"""What to keep and how precisely: one file a method, each reading like its paper."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from kvfold.methods.base import LayerView, Method, Needs
+from kvfold.methods.full import Full
+
+METHODS: dict[str, type[Method]] = {cls.name: cls for cls in (Full,)}
+"""Every method by its command-line name."""
+
+
+def make_method(name: str, **options: Any) -> Method:
+    """Build a method from its name and hyper-parameters.
+
+    Raises
+    ------
+    ValueError
+        Unknown name, or an option the method does not have (the message lists those it has).
+    """
+    if name not in METHODS:
+        raise ValueError(f"unknown method {name!r}: choose from {', '.join(sorted(METHODS))}")
+    known = [field.name for field in fields(METHODS[name])]
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise ValueError(f"method {name!r} has no option {', '.join(unknown)}: it has {', '.join(known) or 'none'}")
+    return METHODS[name](**options)
+
+
+__all__ = ["METHODS", "Full", "LayerView", "Method", "Needs", "make_method"]

@@ -1,0 +1,158 @@
+"""What a method is, what it may look at, and what it must say it needs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Literal, Protocol
+
+import torch
+
+from kvfold.stores.base import Expand, Store
+
+
+class Rotary(Protocol):
+    """The model's own rotary embedding, as a method sees it."""
+
+    def rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Apply RoPE to x (..., tokens, head_dim) at positions (tokens,)."""
+
+    def unrotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Undo it."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What prefill must hand to a method.
+
+    Attributes
+    ----------
+    window : int
+        Newest queries of the prompt.
+    all_queries : bool
+        Attention mass that every query of the prompt gave each token (column sums of the attention matrix).
+    sampled : int
+        At most this many queries, spread evenly over the prompt (0: none).
+    """
+
+    window: int = 0
+    all_queries: bool = False
+    sampled: int = 0
+
+
+@dataclass
+class LayerView:
+    """All that a method may look at for one layer, taken from the attention call itself.
+
+    Queries and keys are after q/k norm and RoPE, so nothing is ever recomputed.
+
+    Attributes
+    ----------
+    keys, values : (batch, kv_heads, tokens, key_dim | value_dim)
+        For multi-head latent attention the rotary part and the latent, one KV head each.
+    valid : (batch, kv_heads, tokens) bool
+        False for padding (and, when a folded prompt grows, for tokens that were evicted before).
+    real_tokens : tuple of int
+        Unpadded tokens of each row: what budgets are counted from.
+    positions : (batch, tokens) int64
+        RoPE positions.
+    scaling : float
+        Factor on the logits.
+    softcap : float or None
+    queries : (batch, heads, window, query_dim) or None
+        The newest queries, oldest first; the last one is the segment's last token.
+    mass : (batch, kv_heads, tokens) float32 or None
+        Sum over queries (and the query heads of the group) of attention received.
+    seen_by : (batch, tokens) float32 or None
+        How many queries could see each token.
+    energy : (batch, kv_heads, key_dim) float32 or None
+        Mean squared query channel, where queries themselves were not kept (generated tokens).
+    sampled, sampled_index : (batch, heads, n, query_dim) and (n,) int64, or None
+        Queries spread over the prompt and their logical index in the segment.
+    layer_idx, num_layers : int
+    rotary : Rotary or None
+    key_bias : (kv_heads, key_dim) float32 or None
+        Bias of the key projection, before RoPE.
+    output_weight : (heads, value_dim, hidden) or None
+    expand : callable or None
+        For multi-head latent attention: latent and rotary part to per-head keys and values.
+    generated : bool
+        True for a block of generated tokens, False for a prompt.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    valid: torch.Tensor
+    real_tokens: tuple[int, ...]
+    positions: torch.Tensor
+    scaling: float
+    softcap: float | None = None
+    queries: torch.Tensor | None = None
+    mass: torch.Tensor | None = None
+    seen_by: torch.Tensor | None = None
+    energy: torch.Tensor | None = None
+    sampled: torch.Tensor | None = None
+    sampled_index: torch.Tensor | None = None
+    layer_idx: int = 0
+    num_layers: int = 1
+    rotary: Rotary | None = None
+    key_bias: torch.Tensor | None = None
+    output_weight: torch.Tensor | None = None
+    expand: Expand | None = None
+    generated: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Logical tokens of the segment."""
+        return self.keys.shape[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method(ABC):
+    """A way to fold a cache; its fields are the paper's hyper-parameters.
+
+    Class attributes
+    ----------------
+    name : str
+        Name on the command line and in saved caches.
+    paper : str
+        Where it comes from.
+    granularity : "layer" or "model"
+        "layer": folded as soon as a layer's attention has run. "model": needs every layer first, so that the
+        peak is the full cache. A property where an option decides.
+    """
+
+    name: ClassVar[str]
+    paper: ClassVar[str]
+
+    @property
+    def granularity(self) -> Literal["layer", "model"]:
+        """How many layers `fold` must see at once."""
+        return "layer"
+
+    @property
+    def needs(self) -> Needs:
+        """What prefill must collect."""
+        return Needs()
+
+    @property
+    def shortest(self) -> int:
+        """Prompts of at most this many real tokens pass through unfolded."""
+        return 1
+
+    @property
+    def block(self) -> int:
+        """Generated tokens folded at a time, one block late; 0 keeps them all exact."""
+        return 0
+
+    def check(self, tokens: int, kv_heads: int, key_dim: int, value_dim: int) -> None:
+        """Raise BudgetError if a prompt of that size cannot be folded within the budget."""
+
+    @abstractmethod
+    def fold(self, views: Sequence[LayerView]) -> list[Store]:
+        """Fold one segment: one view for granularity "layer", every layer's for "model"."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Name and hyper-parameters as plain data."""
+        return {"method": self.name, **asdict(self)}

@@ -1,0 +1,168 @@
+"""The store interface."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from kvfold.kernels.reference import Part
+from kvfold.ledger import tensor_bytes
+
+Expand = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""MLA: (keys (rows, 1, n, rope_dim), values (rows, 1, n, latent_dim)) -> per-head keys and values."""
+
+_KINDS: dict[str, type[Store]] = {}
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What one (row, KV head) of a store still holds, dequantised.
+
+    Attributes
+    ----------
+    positions : (kept,) int64, logical index within the segment, in the store's own order
+    keys, values : (kept, key_dim | value_dim) float32
+    """
+
+    positions: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+class Store(ABC):
+    """One folded segment (a prompt, or a block of generated tokens) of one layer.
+
+    A store never changes once built: batch operations act on an index of rows that the cache keeps, and
+    `crop` and `select` return new stores. Rows are batch rows at fold time.
+
+    Attributes
+    ----------
+    kind : str
+        Name in saved caches.
+    purposes : mapping of str to str
+        Ledger purpose of each tensor name.
+    tokens : int
+        Logical length of the segment, padding and evicted tokens included.
+    real_tokens : tuple of int
+        Real (unpadded) tokens of each row at fold time.
+    """
+
+    kind: ClassVar[str]
+    purposes: ClassVar[Mapping[str, str]]
+    tokens: int
+    real_tokens: tuple[int, ...]
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "kind" in cls.__dict__:
+            _KINDS[cls.kind] = cls
+
+    @property
+    def rows(self) -> int:
+        """Batch rows held."""
+        return len(self.real_tokens)
+
+    @abstractmethod
+    def attend(
+        self,
+        query: torch.Tensor,
+        rows: torch.Tensor | None,
+        scaling: float,
+        softcap: float | None = None,
+        expand: Expand | None = None,
+    ) -> Part:
+        """Attention of every query over all tokens of its row.
+
+        Parameters
+        ----------
+        query : (batch, heads, queries, key_dim), post-RoPE
+        rows : (batch,) int64 or None
+            Store row of each batch row; None means the identity.
+        scaling : float
+        softcap : float, optional
+        expand : callable, optional
+            For multi-head latent attention: turns a dequantised block into per-head keys and values.
+
+        Returns
+        -------
+        (output (batch, heads, queries, value_dim) float32, log-sum-exp (batch, heads, queries) float32);
+        output 0 and -inf where a row's head holds no token.
+        """
+
+    @abstractmethod
+    def kept(self, row: int, head: int) -> Kept:
+        """Dequantised content of one row and KV head."""
+
+    @abstractmethod
+    def crop(self, tokens: int) -> Store:
+        """The same store without what lies at or after logical index `tokens`."""
+
+    @abstractmethod
+    def select(self, rows: torch.Tensor) -> Store:
+        """A store of the given rows only (int64), in that order."""
+
+    @abstractmethod
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor the store owns, by name."""
+
+    @abstractmethod
+    def meta(self) -> dict[str, Any]:
+        """What `from_state` needs beside the tensors; JSON-able."""
+
+    @classmethod
+    @abstractmethod
+    def from_state(cls, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any]) -> Store:
+        """Rebuild a store; raises ValueError where shapes and meta disagree."""
+
+    def widths(self) -> list[dict[str, dict[int, int]]]:
+        """For each KV head: how many tokens (row 0 ...) have which value width, and channels which key width.
+
+        Returns
+        -------
+        list over KV heads of {"values": {bits: tokens}, "keys": {bits: channels}}, summed over rows.
+        Stores of one precision report 16.
+        """
+        return [
+            {
+                "values": {16: sum(len(self.kept(row, head).positions) for row in range(self.rows))},
+                "keys": {16: self.key_dim * self.rows},
+            }
+            for head in range(self.kv_heads)
+        ]
+
+    def ledger(self) -> dict[str, int]:
+        """Bytes by purpose."""
+        result: dict[str, int] = {}
+        for name, tensor in self.tensors().items():
+            purpose = self.purposes[name]
+            result[purpose] = result.get(purpose, 0) + tensor_bytes(tensor)
+        return result
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(self.ledger().values())
+
+    @property
+    def full_bytes(self) -> int:
+        """16-bit keys and values of the segment's real tokens."""
+        return 2 * sum(self.real_tokens) * self.kv_heads * (self.key_dim + self.value_dim)
+
+    def to(self, device: torch.device | str) -> Store:
+        """A copy on another device (itself if already there)."""
+        moved = {name: tensor.to(device) for name, tensor in self.tensors().items()}
+        return self.from_state(moved, self.meta())
+
+
+def store_from_state(kind: str, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any]) -> Store:
+    """Rebuild a saved store; raises ValueError for an unknown kind."""
+    if kind not in _KINDS:
+        raise ValueError(f"unknown store kind {kind!r}: this kvfold knows {', '.join(sorted(_KINDS))}; upgrade kvfold")
+    return _KINDS[kind].from_state(tensors, meta)

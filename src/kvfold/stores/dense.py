@@ -1,0 +1,78 @@
+"""Every token at the model's own precision: the lossless store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from kvfold.kernels.reference import Part, attend, merge
+from kvfold.stores.base import Expand, Kept, Store
+
+
+class DenseStore(Store):
+    """Keys and values of all tokens, unchanged.
+
+    Parameters
+    ----------
+    keys, values : (rows, kv_heads, tokens, key_dim | value_dim)
+    valid : (rows, tokens) bool, or None when no token is padding
+    """
+
+    kind = "dense"
+    purposes = {"keys": "fp16 rows", "values": "fp16 rows", "valid": "positions"}
+    block = 1024
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, valid: torch.Tensor | None = None):
+        self.keys, self.values, self.valid = keys.contiguous(), values.contiguous(), valid
+        self.kv_heads, self.tokens, self.key_dim = keys.shape[1:]
+        self.value_dim = values.shape[-1]
+        counts = [self.tokens] * keys.shape[0] if valid is None else valid.sum(-1).tolist()
+        self.real_tokens = tuple(int(count) for count in counts)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        rows: torch.Tensor | None,
+        scaling: float,
+        softcap: float | None = None,
+        expand: Expand | None = None,
+    ) -> Part:
+        parts = []
+        for start in range(0, self.tokens, self.block):
+            span = slice(start, start + self.block)
+            keys, values = self.keys[:, :, span], self.values[:, :, span]
+            mask = None if self.valid is None else self.valid[:, None, None, span]
+            if expand is not None:
+                keys, values = expand(keys, values)
+            if rows is not None:
+                keys, values = keys[rows], values[rows]
+                mask = None if mask is None else mask[rows]
+            parts.append(attend(query, keys, values, scaling, mask, softcap))
+        return merge(parts)
+
+    def kept(self, row: int, head: int) -> Kept:
+        positions = torch.arange(self.tokens, device=self.keys.device)
+        if self.valid is not None:
+            positions = positions[self.valid[row]]
+        return Kept(positions, self.keys[row, head, positions].float(), self.values[row, head, positions].float())
+
+    def crop(self, tokens: int) -> DenseStore:
+        valid = None if self.valid is None else self.valid[:, :tokens].clone()
+        return DenseStore(self.keys[:, :, :tokens].clone(), self.values[:, :, :tokens].clone(), valid)
+
+    def select(self, rows: torch.Tensor) -> DenseStore:
+        valid = None if self.valid is None else self.valid[rows]
+        return DenseStore(self.keys[rows], self.values[rows], valid)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        named = {"keys": self.keys, "values": self.values}
+        return named if self.valid is None else {**named, "valid": self.valid}
+
+    def meta(self) -> dict[str, Any]:
+        return {}
+
+    @classmethod
+    def from_state(cls, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any]) -> DenseStore:
+        return cls(tensors["keys"], tensors["values"], tensors.get("valid"))

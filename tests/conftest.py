@@ -1,0 +1,18 @@
+"""Shared fixtures: torch must not oversubscribe the machine, and nothing may stay patched."""
+
+import gc
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_patched():
+    """After each test the attention interface is as transformers made it."""
+    yield
+    gc.collect()
+    from kvfold.hf import bridge
+
+    assert not bridge.installed(), "a test left the attention bridge in place (a FoldedCache is still alive)"
