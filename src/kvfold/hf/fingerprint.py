@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from kvfold.errors import CacheMismatchError
-from kvfold.hf.support import FOLDING_LAYER_TYPES, layer_types, text_config
+from kvfold.hf.support import folds, stock_layers, text_config
 
 SAMPLES = 32
 """Values taken of each weight tensor."""
@@ -109,9 +109,8 @@ def _weights(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _offloaded(part: torch.nn.Module, name: str, full_name: str) -> torch.Tensor:
     """A weight that accelerate keeps elsewhere between calls."""
-    hook = getattr(part, "_hf_hook", None)
-    for candidate in (hook, *getattr(hook, "hooks", ())):
-        held = getattr(candidate, "weights_map", None)
+    for hook in _hooks(part):
+        held = getattr(hook, "weights_map", None)
         if held is not None:
             found = held[name]
             if isinstance(found, torch.Tensor) and not found.is_meta:
@@ -120,6 +119,12 @@ def _offloaded(part: torch.nn.Module, name: str, full_name: str) -> torch.Tensor
         f"weight {full_name} of {type(part).__name__} is on the meta device, so the model cannot be recognised:"
         " load it onto a device first"
     )
+
+
+def _hooks(part: torch.nn.Module) -> list[Any]:
+    """Hooks that accelerate put on a module."""
+    hook = getattr(part, "_hf_hook", None)
+    return [] if hook is None else [hook, *getattr(hook, "hooks", ())]
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
@@ -133,7 +138,7 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
     return tensor[torch.unravel_index(index, tensor.shape)].float()
 
 
-def attention_modules(model: torch.nn.Module) -> dict[int, list[torch.nn.Module]]:
+def attention_modules(model: Any) -> dict[int, list[torch.nn.Module]]:
     """Attention modules of a model by layer index; more than one where names cannot tell which one caches."""
     found: dict[int, list[torch.nn.Module]] = {}
     for module in model.modules():
@@ -145,29 +150,31 @@ def attention_modules(model: torch.nn.Module) -> dict[int, list[torch.nn.Module]
 
 def device_of(module: torch.nn.Module) -> torch.device | None:
     """Where a module runs, or None where nothing tells."""
-    hook = getattr(module, "_hf_hook", None)
-    for candidate in (hook, *getattr(hook, "hooks", ())):
-        device = getattr(candidate, "execution_device", None)
-        if device is not None:
-            return torch.device(device if not isinstance(device, int) or torch.cuda.is_available() else "cpu")
-    for parameter in module.parameters():
-        if not parameter.is_meta:
-            return parameter.device
-    return None
+    for part in module.modules():
+        for hook in _hooks(part):
+            device = getattr(hook, "execution_device", None)
+            if device is not None:
+                return torch.empty(0, device=device).device
+    return next((weight.device for weight in module.parameters() if not weight.is_meta), None)
+
+
+def layer_type(layer: Any) -> str:
+    """Name of a cache layer's type in facts and saved caches."""
+    return "full" if folds(layer) else type(layer).__name__
 
 
 def facts(config: Any) -> dict[str, Any]:
     """Readable facts that two models must share, whatever transformers version wrote their config."""
     config = text_config(config)
     known = {name: getattr(config, name, None) for name in _FACTS}
-    types = layer_types(config)
-    while types and types[-1] == "dummy":
+    types = [layer_type(layer) for layer in stock_layers(config)]
+    while types and types[-1] == "DummyLayer":
         # Layers that read another's cache: absent from the list in older versions.
         types.pop()
     result: dict[str, Any] = {name: value for name, value in known.items() if value is not None}
     result["num_hidden_layers"] = int(config.num_hidden_layers)
     result["layer_types"] = types
-    if any("sliding" in kind for kind in types):
+    if any("Sliding" in kind for kind in types):
         result["sliding_window"] = config.sliding_window
     plain: dict[str, Any] = json.loads(json.dumps(result, default=str))
     return plain
@@ -200,7 +207,7 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, (str, bool)) else str(value)
 
 
-def fingerprint(model: torch.nn.Module) -> str:
+def fingerprint(model: Any) -> str:
     """SHA-256 of a model: facts, RoPE, and the weights of the attention layers that fold.
 
     Parameters
@@ -213,7 +220,7 @@ def fingerprint(model: torch.nn.Module) -> str:
         The same for every copy of the same weights in the same dtype on any device.
     """
     modules = attention_modules(model)
-    folding = [index for index, kind in enumerate(layer_types(model.config)) if kind in FOLDING_LAYER_TYPES]
+    folding = [index for index, layer in enumerate(stock_layers(model.config)) if folds(layer)]
     digests = [identity_of(modules[index][0]).digest for index in folding if index in modules]
     return fingerprint_of(facts(model.config), rope_facts(model.config), digests)
 

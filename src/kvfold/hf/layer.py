@@ -12,12 +12,13 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvfold.errors import CacheMismatchError, NonFiniteError, UnsupportedModelError
 from kvfold.hf import bridge
+from kvfold.hf.fingerprint import Identity, identity_of
 from kvfold.hf.observe import BlockObserver, PromptObserver
 from kvfold.hf.rotary import key_bias_of, rotary_of
 from kvfold.kernels.reference import Part, attend, merge
 from kvfold.ledger import Ledger, tensor_bytes
 from kvfold.methods.base import LayerView
-from kvfold.stores.base import Expand, Store
+from kvfold.stores.base import AttendContext, Expand, Rotary, Store
 
 if TYPE_CHECKING:
     from kvfold.hf.cache import FoldedCache
@@ -72,6 +73,9 @@ class FoldedLayer(CacheLayerMixin):
         self.recording = False
         self.reopen = False
         self.module: weakref.ref[torch.nn.Module] | None = None
+        self._rotary_module: weakref.ref[torch.nn.Module] | None = None
+        self._rotary: tuple[Rotary | None, torch.Tensor | None] = None, None
+        self.identity: Identity | None = None
 
     @property
     def cache(self) -> FoldedCache:
@@ -223,7 +227,7 @@ class FoldedLayer(CacheLayerMixin):
         if self.cache.layers[self.layer_idx] is not self:
             # The config has just told that this layer is not one to fold: its stock layer has taken over.
             return base(module, query, key, value, attention_mask, *args, **kwargs)
-        self.module = weakref.ref(module)
+        self._recognise(module, query.shape[2])
         call = _Call.of(self, module, query, key, attention_mask, kwargs)
         if not self.segments:
             result = base(module, query, key, value, attention_mask, *args, **kwargs)
@@ -236,11 +240,27 @@ class FoldedLayer(CacheLayerMixin):
             self._after_attention(call, query, key, parts)
         return result
 
+    def _recognise(self, module: torch.nn.Module, new: int) -> None:
+        """Remember whose states these are, and refuse those of a module with other weights."""
+        if self.module is not None and self.module() is module:
+            return
+        identity = identity_of(module)
+        if self.identity is not None and identity != self.identity:
+            assert self.keys is not None and self.values is not None
+            kept = self.tail - new
+            self.keys, self.values = self.keys[:, :, :kept].clone(), self.values[:, :, :kept].clone()
+            raise CacheMismatchError(
+                f"layer {self.layer_idx}: the folded cache belongs to a model with other weights"
+                f" ({self.identity.dtype}; this one is {identity.dtype}); use that model, or fold again with this one"
+            )
+        self.identity, self.module = identity, weakref.ref(module)
+
     def _parts(self, call: _Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> list[Part]:
         """Attention over each segment, then over the tail, then the model's sinks if it has them."""
+        rotary, key_bias = self._position_bias(call.module)
+        context = AttendContext(call.scaling, call.softcap, call.expand, rotary, key_bias)
         parts = [
-            segment.store.attend(query, segment.rows, call.scaling, call.softcap, call.expand)
-            for segment in self.segments
+            segment.store.attend(query, segment.rows, context) for segment in self.segments
         ]
         parts.append(attend(query, key, value, call.scaling, call.tail_mask(), call.softcap))
         if call.sinks is not None:
@@ -386,8 +406,7 @@ class FoldedLayer(CacheLayerMixin):
                     f"layer {self.layer_idx}: the {name} to fold hold NaN or Inf; the model overflowed"
                     f" (try bfloat16 or float32 instead of {states.dtype})"
                 )
-        module = call.module
-        rotary = rotary_of(module)
+        rotary, key_bias = self._position_bias(call.module)
         return LayerView(
             keys=keys,
             values=values,
@@ -399,10 +418,19 @@ class FoldedLayer(CacheLayerMixin):
             layer_idx=self.layer_idx,
             num_layers=self.cache.num_layers,
             rotary=rotary,
-            key_bias=None if rotary is None else key_bias_of(module, keys.shape[1], keys.shape[-1]),
-            output_weight=_output_weight(module, call.heads, call.value_width),
+            key_bias=key_bias,
+            output_weight=_output_weight(call.module, call.heads, call.value_width),
             expand=call.expand,
         )
+
+    def _position_bias(self, module: torch.nn.Module) -> tuple[Rotary | None, torch.Tensor | None]:
+        """The module's rotary embedding and key bias, found once."""
+        if self._rotary_module is None or self._rotary_module() is not module:
+            assert self.keys is not None
+            rotary = rotary_of(module)
+            bias = None if rotary is None else key_bias_of(module, self.keys.shape[1], self.keys.shape[-1])
+            self._rotary_module, self._rotary = weakref.ref(module), (rotary, bias)
+        return self._rotary
 
     def take(self, store: Store) -> None:
         """Replace the first tokens of the tail by their folded form."""

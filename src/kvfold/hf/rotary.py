@@ -25,13 +25,14 @@ class ModelRotary:
 
     def __init__(self, embedding: torch.nn.Module, apply: Callable[..., Any]):
         self.embedding, self.apply = embedding, apply
+        self.scale = float(getattr(embedding, "attention_scaling", 1.0))
 
     def _turn(self, x: torch.Tensor, positions: torch.Tensor, backwards: bool) -> torch.Tensor:
         shape = x.shape
         flat = x.float().reshape(1, -1, *shape[-2:])
         cos, sin = self.embedding(flat, positions.reshape(1, -1).to(x.device))
         cos, sin = cos.float(), sin.float()
-        scale = float(getattr(self.embedding, "attention_scaling", 1.0))
+        scale = self.scale
         turned, _ = self.apply(flat, flat[:, :1], cos / scale, (-sin if backwards else sin) / scale)
         rotary_dims = cos.shape[-1]
         if scale != 1.0:
@@ -76,7 +77,10 @@ def rotary_of(module: torch.nn.Module) -> ModelRotary | None:
         return None
     with torch.no_grad():
         device = next(module.parameters()).device
-        return ModelRotary(embedding_class(config=config).to(device), apply)
+        rotary = ModelRotary(embedding_class(config=config).to(device), apply)
+        cos, _ = rotary.embedding(torch.zeros(1, 1, 1, device=device), torch.zeros(1, 1, dtype=torch.long, device=device))
+    head_dim = int(getattr(module, "head_dim", 0) or cos.shape[-1])
+    return None if rotary.scale != 1 and cos.shape[-1] != head_dim else rotary
 
 
 def key_bias_of(module: torch.nn.Module, kv_heads: int, key_dim: int) -> torch.Tensor | None:

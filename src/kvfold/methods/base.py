@@ -5,21 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import torch
 
-from kvfold.stores.base import Expand, Store
-
-
-class Rotary(Protocol):
-    """The model's own rotary embedding, as a method sees it."""
-
-    def rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Apply RoPE to x (..., tokens, head_dim) at positions (tokens,)."""
-
-    def unrotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Undo it."""
+from kvfold.stores.base import Expand, Rotary, Store
 
 
 @dataclass(frozen=True)

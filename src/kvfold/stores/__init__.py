@@ -2,5 +2,6 @@
 
 from kvfold.stores.base import Store, store_from_state
 from kvfold.stores.dense import DenseStore
+from kvfold.stores.trizone import TriZoneStore
 
-__all__ = ["DenseStore", "Store", "store_from_state"]
+__all__ = ["DenseStore", "Store", "TriZoneStore", "store_from_state"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -16,6 +16,47 @@ Expand = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor
 """MLA: (keys (rows, 1, n, rope_dim), values (rows, 1, n, latent_dim)) -> per-head keys and values."""
 
 _KINDS: dict[str, type[Store]] = {}
+
+
+class Rotary(Protocol):
+    """The model's own rotary embedding, as methods and stores see it.
+
+    Attributes
+    ----------
+    scale : float
+        Factor that the model puts on cosines and sines (YaRN); 1 for most.
+    """
+
+    scale: float
+
+    def rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Apply RoPE to x (..., tokens, head_dim) at positions (tokens,); float32."""
+
+    def unrotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The inverse of `rotate`; float32."""
+
+
+@dataclass(frozen=True)
+class AttendContext:
+    """What attention over a store takes from the model rather than from the store's own bytes.
+
+    Attributes
+    ----------
+    scaling : float
+        Factor on the logits.
+    softcap : float or None
+    expand : callable or None
+        For multi-head latent attention: turns a dequantised block into per-head keys and values.
+    rotary : Rotary or None
+    key_bias : (kv_heads, key_dim) float32 or None
+        Bias of the key projection, before RoPE.
+    """
+
+    scaling: float
+    softcap: float | None = None
+    expand: Expand | None = None
+    rotary: Rotary | None = None
+    key_bias: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -70,25 +111,15 @@ class Store(ABC):
         return len(self.real_tokens)
 
     @abstractmethod
-    def attend(
-        self,
-        query: torch.Tensor,
-        rows: torch.Tensor | None,
-        scaling: float,
-        softcap: float | None = None,
-        expand: Expand | None = None,
-    ) -> Part:
+    def attend(self, query: torch.Tensor, rows: torch.Tensor | None, context: AttendContext) -> Part:
         """Attention of every query over all tokens of its row.
 
         Parameters
         ----------
-        query : (batch, heads, queries, key_dim), post-RoPE
+        query : (batch, heads, queries, query_dim), post-RoPE
         rows : (batch,) int64 or None
             Store row of each batch row; None means the identity.
-        scaling : float
-        softcap : float, optional
-        expand : callable, optional
-            For multi-head latent attention: turns a dequantised block into per-head keys and values.
+        context : AttendContext
 
         Returns
         -------

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from kvfold.kernels.reference import Part, attend, merge
-from kvfold.stores.base import Expand, Kept, Store
+from kvfold.stores.base import AttendContext, Kept, Store
 
 
 class DenseStore(Store):
@@ -31,25 +31,18 @@ class DenseStore(Store):
         counts = [self.tokens] * keys.shape[0] if valid is None else valid.sum(-1).tolist()
         self.real_tokens = tuple(int(count) for count in counts)
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        rows: torch.Tensor | None,
-        scaling: float,
-        softcap: float | None = None,
-        expand: Expand | None = None,
-    ) -> Part:
+    def attend(self, query: torch.Tensor, rows: torch.Tensor | None, context: AttendContext) -> Part:
         parts = []
         for start in range(0, self.tokens, self.block):
             span = slice(start, start + self.block)
             keys, values = self.keys[:, :, span], self.values[:, :, span]
             mask = None if self.valid is None else self.valid[:, None, None, span]
-            if expand is not None:
-                keys, values = expand(keys, values)
+            if context.expand is not None:
+                keys, values = context.expand(keys, values)
             if rows is not None:
                 keys, values = keys[rows], values[rows]
                 mask = None if mask is None else mask[rows]
-            parts.append(attend(query, keys, values, scaling, mask, softcap))
+            parts.append(attend(query, keys, values, context.scaling, mask, context.softcap))
         return merge(parts)
 
     def kept(self, row: int, head: int) -> Kept:
