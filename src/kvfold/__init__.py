@@ -17,6 +17,9 @@ _EXPORTS = {
     "METHODS": "kvfold.methods",
     "make_method": "kvfold.methods",
     "Full": "kvfold.methods",
+    "RDKV": "kvfold.methods",
+    "SnapKV": "kvfold.methods",
+    "KIVI": "kvfold.methods",
 }
 
 __all__ = sorted([*_EXPORTS, "__version__"])
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
     from kvfold.api import attach, fold, load
     from kvfold.hf.cache import FoldedCache
     from kvfold.ledger import Ledger
-    from kvfold.methods import METHODS, Full, make_method
+    from kvfold.methods import KIVI, METHODS, RDKV, Full, SnapKV, make_method
     from kvfold.methods.base import Method
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+from kvfold.methods.baselines import KIVI, SnapKV
 from kvfold.methods.base import LayerView, Method, Needs
 from kvfold.methods.full import Full
+from kvfold.methods.rdkv import RDKV
 
-METHODS: dict[str, type[Method]] = {cls.name: cls for cls in (Full,)}
+METHODS: dict[str, type[Method]] = {cls.name: cls for cls in (RDKV, SnapKV, KIVI, Full)}
 """Every method by its command-line name."""
 
 
@@ -29,4 +31,4 @@ def make_method(name: str, **options: Any) -> Method:
     return METHODS[name](**options)
 
 
-__all__ = ["METHODS", "Full", "LayerView", "Method", "Needs", "make_method"]
+__all__ = ["KIVI", "METHODS", "RDKV", "Full", "LayerView", "Method", "Needs", "SnapKV", "make_method"]

@@ -1,0 +1,94 @@
+"""How much each token matters: weights that methods share, all per KV head and per row."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import avg_pool1d, max_pool1d, pad
+
+from kvfold.kernels.reference import column_mass
+from kvfold.methods.base import LayerView
+
+
+def keys_for_scores(view: LayerView) -> Tensor:
+    """Keys as queries meet them: expanded per head where the cache holds latents."""
+    return view.expand(view.keys, view.values)[0] if view.expand is not None else view.keys
+
+
+def window_mass(view: LayerView, window: int, normalise: bool) -> Tensor:
+    """Attention that the newest queries pay to each token.
+
+    Parameters
+    ----------
+    view : LayerView
+        With `queries`.
+    window : int
+        Newest queries used.
+    normalise : bool
+        Divide by the number of window queries that can see the token, so that the newest tokens, which few see,
+        are not undervalued (RDKV's released scoring; SnapKV does not).
+
+    Returns
+    -------
+    (batch, kv_heads, tokens) float32, 0 for invalid tokens.
+    """
+    assert view.queries is not None
+    queries = view.queries[:, :, -window:]
+    count, tokens = queries.shape[2], view.tokens
+    index = torch.arange(tokens, device=queries.device)
+    causal = index <= torch.arange(tokens - count, tokens, device=queries.device)[:, None]
+    real = view.valid.any(1)[:, tokens - count :]
+    mask = causal & view.valid[:, :, None] & real[:, None, :, None]
+    mass = column_mass(
+        queries, keys_for_scores(view), view.scaling, mask, view.softcap, kv_heads=view.keys.shape[1]
+    )
+    if normalise:
+        mass = mass / mask.sum(2).clamp_min(1)
+    return mass
+
+
+def all_mass(view: LayerView, normalise: bool) -> Tensor:
+    """Attention that every query of the segment paid, (batch, kv_heads, tokens), raw or per query that saw it."""
+    assert view.mass is not None and view.seen_by is not None
+    return view.mass / view.seen_by[:, None].clamp_min(1) if normalise else view.mass
+
+
+def query_energy(view: LayerView, window: int) -> Tensor:
+    """Mean squared channel of the newest queries (or of those that weighed a generated block).
+
+    Returns (batch, kv_heads, key_dim) float32.
+    """
+    batch, kv_heads, _, key_dim = view.keys.shape
+    if view.queries is None:
+        assert view.energy is not None
+        return view.energy
+    queries = view.queries[:, :, -window:, -key_dim:].float().square()
+    real = view.valid.any(1)[:, -queries.shape[2] :].float()[:, None, :, None]
+    total = (queries * real).reshape(batch, kv_heads, -1, key_dim).sum(2)
+    group = view.queries.shape[1] // kv_heads
+    return total / (real.sum((1, 2, 3)) * group).clamp_min(1)[:, None, None]
+
+
+def key_energy(view: LayerView, keys: Tensor | None = None) -> Tensor:
+    """Mean squared key channel over valid tokens, (batch, kv_heads, key_dim) float32."""
+    squares = (view.keys if keys is None else keys).float().square() * view.valid[..., None]
+    return squares.sum(2) / view.valid.sum(2).clamp_min(1)[..., None]
+
+
+def smooth(scores: Tensor, kernel: int, mode: Literal["avg", "max"] = "avg", reflect: bool = True) -> Tensor:
+    """Pool scores (..., tokens) over neighbouring tokens, stride 1; the kernel shrinks on short prompts.
+
+    `reflect` mirrors the ends (RDKV); otherwise they are padded with zeros (SnapKV).
+    """
+    tokens = scores.shape[-1]
+    kernel = min(kernel, 2 * tokens - 1)
+    kernel -= 1 - kernel % 2
+    if kernel <= 1:
+        return scores
+    half = kernel // 2
+    flat = scores.reshape(-1, 1, tokens)
+    padded = pad(flat, (half, half), mode="reflect" if reflect else "constant")
+    pooled = avg_pool1d(padded, kernel, 1) if mode == "avg" else max_pool1d(padded, kernel, 1)
+    return pooled.reshape(scores.shape)
