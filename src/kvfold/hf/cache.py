@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache
 from kvfold.errors import KvfoldError
 from kvfold.hf import bridge
 from kvfold.hf.layer import FoldedLayer
+from kvfold.hf.rotary import ModelRotary, rotary_of, uses_rotary
 from kvfold.hf.support import check_version, folds, stock_layers, text_config
 from kvfold.ledger import Ledger, tensor_bytes
 from kvfold.methods.base import LayerView, Method
@@ -68,6 +69,7 @@ class FoldedCache(Cache):
         """One entry a segment: tokens, real tokens of the longest row, whether it was folded, generated or prompt."""
         self._views: dict[int, LayerView] = {}
         self._recording = False
+        self._rotaries: dict[tuple[type, torch.device, bool], ModelRotary | None] = {}
         if config is not None:
             self._build_layers(config)
         bridge.install(self)
@@ -171,6 +173,13 @@ class FoldedCache(Cache):
             other.layers.append(twin)
         return other
 
+    def rotary(self, module: torch.nn.Module) -> ModelRotary | None:
+        """The rotary embedding of an attention module; layers of a kind on one device share it."""
+        key = type(module), next(module.parameters()).device, uses_rotary(module)
+        if key not in self._rotaries:
+            self._rotaries[key] = rotary_of(module)
+        return self._rotaries[key]
+
     # ---- bytes ----
 
     def ledger(self) -> Ledger:
@@ -183,7 +192,9 @@ class FoldedCache(Cache):
                 states = [t for t in vars(layer).values() if isinstance(t, torch.Tensor)]
                 count = sum(tensor_bytes(tensor) for tensor in states)
                 ledgers.append(Ledger({"stock layers": count} if count else {}, count))
-        return Ledger.merge(ledgers)
+        rotaries = [rotary for rotary in self._rotaries.values() if rotary is not None]
+        tables = sum(tensor_bytes(buffer) for rotary in rotaries for buffer in rotary.embedding.buffers())
+        return Ledger.merge([*ledgers, Ledger({"rotary": tables} if tables else {})])
 
     def widths(self) -> list[list[dict[str, dict[int, int]]]]:
         """Bits by layer and KV head of the folded segments: see `Store.widths`."""

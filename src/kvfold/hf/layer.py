@@ -14,7 +14,7 @@ from kvfold.errors import CacheMismatchError, NonFiniteError, UnsupportedModelEr
 from kvfold.hf import bridge
 from kvfold.hf.fingerprint import Identity, identity_of
 from kvfold.hf.observe import BlockObserver, PromptObserver
-from kvfold.hf.rotary import key_bias_of, rotary_of
+from kvfold.hf.rotary import key_bias_of
 from kvfold.kernels.reference import Part, attend, merge
 from kvfold.ledger import Ledger, tensor_bytes
 from kvfold.methods.base import LayerView
@@ -73,8 +73,6 @@ class FoldedLayer(CacheLayerMixin):
         self.recording = False
         self.reopen = False
         self.module: weakref.ref[torch.nn.Module] | None = None
-        self._rotary_module: weakref.ref[torch.nn.Module] | None = None
-        self._rotary: tuple[Rotary | None, torch.Tensor | None] = None, None
         self.identity: Identity | None = None
 
     @property
@@ -290,8 +288,7 @@ class FoldedLayer(CacheLayerMixin):
             if self.reopen and self.segments:
                 key = self._reopen(key, call)
             self._observe_prompt(call, query, key, parts[:-1] if self.reopen else parts, None)
-            self._fold_prompt(call, self.tail)
-            self.reopen = bool(self.segments)
+            self.reopen = self._fold_prompt(call, self.tail)
             return
         else:
             self._observe_block(call, query, key, parts)
@@ -351,19 +348,21 @@ class FoldedLayer(CacheLayerMixin):
         self.keys, self.values = (values, keys) if call.expand else (keys, values)
         return torch.cat([seen, key], 2)
 
-    def _fold_prompt(self, call: _Call, tokens: int) -> None:
+    def _fold_prompt(self, call: _Call, tokens: int) -> bool:
+        """Fold the first `tokens` of the tail; False where they are too few and stay as they are."""
         observer, self.prompt_observer = self.prompt_observer, None
         assert observer is not None and self.keys is not None
         real = call.real_tokens if tokens == self.tail else call.count_real(tokens)
         if max(real) <= self.cache.method.shortest:
             self.cache.note(self.layer_idx, tokens, max(real), folded=False, generated=False)
-            return
+            return False
         view = self._view(call, tokens, real)
         view.queries = observer.queries
         view.mass, view.seen_by = observer.mass, observer.seen_by
         if observer.sampled:
             view.sampled, view.sampled_index = torch.cat(observer.sampled, 2), torch.cat(observer.sampled_index)
         self.cache.fold_layer(self, view)
+        return True
 
     def _observe_block(self, call: _Call, query: torch.Tensor, key: torch.Tensor, parts: list[Part]) -> None:
         block = self.cache.method.block
@@ -424,13 +423,12 @@ class FoldedLayer(CacheLayerMixin):
         )
 
     def _position_bias(self, module: torch.nn.Module) -> tuple[Rotary | None, torch.Tensor | None]:
-        """The module's rotary embedding and key bias, found once."""
-        if self._rotary_module is None or self._rotary_module() is not module:
-            assert self.keys is not None
-            rotary = rotary_of(module)
-            bias = None if rotary is None else key_bias_of(module, self.keys.shape[1], self.keys.shape[-1])
-            self._rotary_module, self._rotary = weakref.ref(module), (rotary, bias)
-        return self._rotary
+        """The module's rotary embedding and key bias, where the method works with them."""
+        if not self.cache.method.needs.rotary:
+            return None, None
+        assert self.keys is not None
+        rotary = self.cache.rotary(module)
+        return rotary, None if rotary is None else key_bias_of(module, self.keys.shape[1], self.keys.shape[-1])
 
     def take(self, store: Store) -> None:
         """Replace the first tokens of the tail by their folded form."""

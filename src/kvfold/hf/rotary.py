@@ -49,6 +49,14 @@ class ModelRotary:
         return self._turn(x, positions, backwards=True)
 
 
+def uses_rotary(module: torch.nn.Module) -> bool:
+    """False for the layers without RoPE of models that mix both kinds (smollm3, cohere2's full attention)."""
+    if getattr(module, "use_rope", True) is False:
+        return False
+    cohere2 = type(module).__name__.startswith("Cohere2")
+    return not (cohere2 and getattr(module, "sliding_window", None) is None)
+
+
 def rotary_of(module: torch.nn.Module) -> ModelRotary | None:
     """Rotary embedding that an attention module's model uses, or None where it cannot be told.
 
@@ -61,10 +69,7 @@ def rotary_of(module: torch.nn.Module) -> ModelRotary | None:
     if source is None or apply is None or config is None:
         return None
     config = text_config(config)
-    # Layers without RoPE in models that mix both kinds (smollm3; cohere2's full-attention layers).
-    if getattr(module, "use_rope", True) is False:
-        return None
-    if str(config.model_type).startswith("cohere2") and getattr(module, "sliding_window", None) is None:
+    if not uses_rotary(module):
         return None
     parameters = getattr(config, "rope_parameters", None) or {}
     if parameters.get("rope_type", "default") in ("dynamic", "longrope") or any(

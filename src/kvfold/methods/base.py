@@ -24,11 +24,14 @@ class Needs:
         Attention mass that every query of the prompt gave each token (column sums of the attention matrix).
     sampled : int
         At most this many queries, spread evenly over the prompt (0: none).
+    rotary : bool
+        The model's rotary embedding and key bias, when folding and when attending.
     """
 
     window: int = 0
     all_queries: bool = False
     sampled: int = 0
+    rotary: bool = False
 
 
 @dataclass

@@ -152,7 +152,7 @@ class RDKV(Method):
         else:
             kinds = [window_mass(view, self.window, normalise=True), all_mass(view, normalise=True)]
             weights = torch.stack([kind / kind.mean(-1, keepdim=True).clamp_min(1e-30) for kind in kinds]).amax(0)
-        return smooth(weights, self.pool) * view.valid
+        return smooth(weights, view.valid, self.pool)
 
     def channel_weights(self, view: LayerView) -> Tensor:
         """Weight of each key channel (Proposition 3.2, squared), (batch, kv_heads, key_dim) float32."""

@@ -77,18 +77,34 @@ def key_energy(view: LayerView, keys: Tensor | None = None) -> Tensor:
     return squares.sum(2) / view.valid.sum(2).clamp_min(1)[..., None]
 
 
-def smooth(scores: Tensor, kernel: int, mode: Literal["avg", "max"] = "avg", reflect: bool = True) -> Tensor:
-    """Pool scores (..., tokens) over neighbouring tokens, stride 1; the kernel shrinks on short prompts.
+def smooth(
+    scores: Tensor, valid: Tensor, kernel: int, mode: Literal["avg", "max"] = "avg", reflect: bool = True
+) -> Tensor:
+    """Pool scores over neighbouring tokens, stride 1, each row from its first valid token on.
 
-    `reflect` mirrors the ends (RDKV); otherwise they are padded with zeros (SnapKV).
+    Parameters
+    ----------
+    scores : (batch, kv_heads, tokens) float32
+    valid : (batch, kv_heads, tokens) bool
+    kernel : int
+        It shrinks on short prompts.
+    mode : "avg" or "max"
+    reflect : bool
+        Mirror the ends (RDKV); otherwise they are padded with zeros (SnapKV).
+
+    Returns
+    -------
+    (batch, kv_heads, tokens) float32, 0 where invalid.
     """
-    tokens = scores.shape[-1]
-    kernel = min(kernel, 2 * tokens - 1)
-    kernel -= 1 - kernel % 2
-    if kernel <= 1:
-        return scores
-    half = kernel // 2
-    flat = scores.reshape(-1, 1, tokens)
-    padded = pad(flat, (half, half), mode="reflect" if reflect else "constant")
-    pooled = avg_pool1d(padded, kernel, 1) if mode == "avg" else max_pool1d(padded, kernel, 1)
-    return pooled.reshape(scores.shape)
+    pooled = torch.zeros_like(scores)
+    firsts = valid.any(1).int().argmax(-1).tolist()
+    for row, first in enumerate(firsts):
+        part = scores[row, :, first:]
+        size = min(kernel, 2 * part.shape[-1] - 1)
+        half = (size - 1) // 2
+        if half > 0:
+            padded = pad(part[:, None], (half, half), mode="reflect" if reflect else "constant")
+            pool = avg_pool1d if mode == "avg" else max_pool1d
+            part = pool(padded, 2 * half + 1, 1)[:, 0]
+        pooled[row, :, first:] = part
+    return pooled * valid

@@ -105,7 +105,8 @@ class SnapKV(Method):
         stores: list[Store] = []
         for view in views:
             layout = self._layout(view.tokens, view.real_tokens, view.keys.shape[-1], view.values.shape[-1])
-            scores = smooth(window_mass(view, self.window, normalise=False), self.pool, reflect=False)
+            mass = window_mass(view, self.window, normalise=False)
+            scores = smooth(mass, view.valid, self.pool, reflect=False)
             scores[..., -self.window :] = torch.inf
             scores = scores.masked_fill(~view.valid, -torch.inf)
             value_bits = torch.zeros(scores.shape, dtype=torch.uint8, device=scores.device)

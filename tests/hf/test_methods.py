@@ -1,0 +1,374 @@
+"""Every method in every scenario: right against attention over its own decoded content, and honest in bytes."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from kvfold import KIVI, RDKV, SnapKV, attach, fold
+from kvfold.errors import BudgetError, CacheMismatchError, KvfoldError, NonFiniteError, UnsupportedModelError
+from kvfold.hf import CACHE_KEYWORD, FoldedCache, bridge
+from kvfold.hf.layer import Segment
+from kvfold.stores.base import Store
+from tests.tiny import left_pad, prompt, tiny_model
+
+METHODS = {
+    "rdkv": RDKV(keep=0.3, window=8),
+    "rdkv-all": RDKV(keep=0.3, window=8, queries="all", scope="layer", key_group=32, value_group=8),
+    "rdkv-model": RDKV(keep=0.3, window=8, queries="blend", scope="model", key_tile=8, widths=(3, 4, 8), distortion="square"),
+    "snapkv": SnapKV(keep=0.3, window=8),
+    "snapkv-int4": SnapKV(keep=0.3, window=8, bits=4, group=16),
+    "kivi": KIVI(bits=4, group=16, residual=8),
+}
+methods = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+
+ARCHITECTURES = ["llama", "qwen2", "qwen3", "gemma3_text", "glm4", "deepseek_v3", "smollm3"]
+NEW = 6
+
+
+class DecodedStore(Store):
+    """A store's decoded content, attended to in float64, row by row and head by head."""
+
+    kind = "decoded (test)"
+    purposes = {}
+
+    def __init__(self, store):
+        self.store = store
+        self.tokens, self.real_tokens = store.tokens, store.real_tokens
+        self.kv_heads, self.key_dim, self.value_dim = store.kv_heads, store.key_dim, store.value_dim
+
+    def attend(self, query, rows, context):
+        outputs, lses = [], []
+        for b in range(query.shape[0]):
+            source = b if rows is None else int(rows[b])
+            output, lse = [], []
+            for h in range(query.shape[1]):
+                kept = self.kept(source, h * self.kv_heads // query.shape[1])
+                keys, values = kept.keys, kept.values
+                if context.expand is not None:
+                    keys, values = (x[0, h] for x in context.expand(keys[None, None], values[None, None]))
+                scores = query[b, h].double() @ keys.double().T * context.scaling
+                if context.softcap is not None:
+                    scores = torch.tanh(scores / context.softcap) * context.softcap
+                output.append(scores.softmax(-1) @ values.double())
+                lse.append(scores.logsumexp(-1))
+            outputs.append(torch.stack(output))
+            lses.append(torch.stack(lse))
+        return torch.stack(outputs).float(), torch.stack(lses).float()
+
+    def kept(self, row, head):
+        return self.store.kept(row, head)
+
+    def crop(self, tokens):
+        return DecodedStore(self.store.crop(tokens))
+
+    def select(self, rows):
+        return DecodedStore(self.store.select(rows))
+
+    def tensors(self):
+        return {}
+
+    def meta(self):
+        return {}
+
+    @classmethod
+    def from_state(cls, tensors, meta):
+        raise ValueError("test only")
+
+
+def decoded(cache):
+    """A twin of the cache whose segments are plain decoded content."""
+    twin = cache.fork()
+    for layer in twin.folded_layers:
+        layer.segments = [Segment(DecodedStore(segment.store), segment.rows) for segment in layer.segments]
+    return twin
+
+
+def generate(model, ids, cache, **options):
+    options = {"max_new_tokens": NEW, "do_sample": False, **options}
+    return model.generate(ids, **{CACHE_KEYWORD: cache}, **options)
+
+
+def assert_within(cache, method):
+    keep = getattr(method, "keep", None)
+    if keep is not None:
+        assert cache.ledger().folded_ratio <= keep
+    storages = {}
+    for layer in cache.folded_layers:
+        for tensor in [*layer.tail_tensors(), *(t for s in layer.segments for t in s.store.tensors().values())]:
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    stock = cache.ledger().by_purpose.get("stock layers", 0)
+    assert cache.ledger().total - stock == sum(storages.values())
+
+
+@methods
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_question_after_a_folded_padded_batch(architecture, method):
+    model = tiny_model(architecture)
+    ids, mask = left_pad(prompt(90, 3), [20, 0, 35])
+    cache = fold(model, ids, method, mask)
+    assert cache.report[0]["folded"]
+    assert_within(cache, method)
+    twin = decoded(cache)
+    alone = [fold(model, ids[row : row + 1, pads:], method) for row, pads in enumerate([20, 0, 35])]
+    question = torch.cat([ids, prompt(5, 3, seed=3)], 1)
+    full_mask = torch.cat([mask, mask.new_ones(3, 5)], 1)
+    # One token at a time, so that the question itself stays exact and both paths are the decode path.
+    found = steps(model, cache, question[:, 90:], full_mask)
+    assert torch.allclose(found, steps(model, twin, question[:, 90:], full_mask), atol=2e-3)
+    if method.name == "kivi":
+        return  # One residual for the whole batch: a padded row's groups of 16 start elsewhere than when alone.
+    for row, pads in enumerate([20, 0, 35]):
+        single = steps(model, alone[row], question[row : row + 1, 90:], None)
+        assert torch.allclose(found[row], single[0], atol=2e-3), f"row {row} differs from the same prompt alone"
+
+
+@torch.no_grad()
+def steps(model, cache, ids, mask):
+    """Logits of several single-token calls, (batch, tokens, vocabulary)."""
+    logits = []
+    for index in range(ids.shape[1]):
+        seen = cache.get_seq_length()
+        options = {}
+        if mask is not None:
+            options["attention_mask"] = mask[:, : seen + 1]
+            options["position_ids"] = mask[:, : seen + 1].sum(-1, keepdim=True) - 1
+        logits.append(model(ids[:, index : index + 1], use_cache=True, **{CACHE_KEYWORD: cache}, **options).logits)
+    return torch.cat(logits, 1)
+
+
+@methods
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "deepseek_v3"])
+def test_chunks_change_nothing(architecture, method):
+    model = tiny_model(architecture)
+    ids, mask = left_pad(prompt(90, 2), [12, 0])
+    whole = fold(model, ids, method, mask)
+    for size in (7, 31, 89):
+        chunked = fold(model, ids, method, mask, chunk_size=size)
+        assert chunked.ledger().by_purpose == whole.ledger().by_purpose
+        for left, right in zip(chunked.folded_layers, whole.folded_layers, strict=True):
+            a, b = left.segments[0].store.kept(0, 0), right.segments[0].store.kept(0, 0)
+            assert torch.equal(a.positions, b.positions)
+    if hasattr(method, "keep"):
+        untold = FoldedCache(method)
+        generate(model, ids, untold, attention_mask=mask, prefill_chunk_size=30, max_new_tokens=1)
+        assert len(untold.folded_layers[0].segments) == 1
+        ledger = untold.ledger()
+        assert ledger.folded_full_bytes == whole.ledger().folded_full_bytes
+        assert 0.9 * method.keep < ledger.folded_ratio <= method.keep
+
+
+@methods
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "deepseek_v3"])
+def test_turns_fold_again(architecture, method):
+    model = tiny_model(architecture)
+    cache = FoldedCache(method)
+    ids = generate(model, prompt(80), cache)
+    for turn in (1, 2):
+        ids = generate(model, torch.cat([ids, prompt(60, seed=turn)], 1), cache)
+        assert cache.get_seq_length() == ids.shape[1] - 1
+    assert [entry["folded"] for entry in cache.report if not entry["generated"]] == [True] * 3
+    assert_within(cache, method)
+
+
+@methods
+@pytest.mark.parametrize("architecture", ["llama", "deepseek_v3"])
+def test_beams_crop_and_batch_operations(architecture, method):
+    model = tiny_model(architecture)
+    ids = prompt(80, 2)
+    cache = fold(model, ids, method)
+    question = torch.cat([ids, prompt(1, 2, seed=5)], 1).repeat_interleave(3, 0)
+    cache.batch_repeat_interleave(3)
+    twin = decoded(cache)
+    assert torch.equal(generate(model, question, cache), generate(model, question, twin))
+    beams = fold(model, ids, method)
+    beams.batch_repeat_interleave(3)
+    twin = decoded(beams)
+    question = torch.cat([ids, prompt(1, 2, seed=6)], 1)
+    assert torch.equal(
+        generate(model, question, beams, num_beams=3), generate(model, question, twin, num_beams=3)
+    )
+    cropped = fold(model, ids, method)
+    before = cropped.ledger().total
+    cropped.crop(-13)
+    assert cropped.get_seq_length() == 67 and cropped.ledger().total <= before
+    cropped.batch_select_indices(torch.tensor([1]))
+    assert cropped.ledger().total < before
+    twin = decoded(cropped)
+    question = torch.cat([ids[1:, :67], prompt(1, seed=7)], 1)
+    assert torch.equal(generate(model, question, cropped), generate(model, question, twin))
+
+
+@methods
+def test_long_generation_stays_small(method):
+    model = tiny_model("llama")
+    if not method.block:
+        method = type(method)(**{**vars(method)})
+    cache = FoldedCache(method)
+    generate(model, prompt(60), cache, max_new_tokens=3 * max(method.block, 8))
+    if method.block:
+        assert all(layer.tail < 2 * method.block + 8 for layer in cache.folded_layers)
+        assert any(entry["generated"] for entry in cache.report)
+    assert_within(cache, method)
+
+
+@methods
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+def test_head_shapes(head_dim, kv_heads, method):
+    model = tiny_model(
+        "llama", num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=kv_heads, head_dim=head_dim
+    )
+    cache = fold(model, prompt(100), method)
+    assert_within(cache, method)
+    twin = decoded(cache)
+    ids = prompt(2, seed=3)
+    assert torch.allclose(steps(model, cache, ids, None), steps(model, twin, ids, None), atol=2e-3)
+
+
+@methods
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype, method):
+    model = tiny_model("qwen2", dtype=dtype)
+    ids, mask = left_pad(prompt(90, 2), [30, 0])
+    cache = fold(model, ids, method, mask)
+    assert_within(cache, method)
+    twin = decoded(cache)
+    full_mask = torch.cat([mask, mask.new_ones(2, 3)], 1)
+    question = prompt(3, 2, seed=3)
+    found = steps(model, cache, question, full_mask)
+    assert bool(torch.isfinite(found).all())
+    assert torch.allclose(found, steps(model, twin, question, full_mask), atol=0.15)
+
+
+@methods
+def test_the_ledger_is_every_live_byte(method):
+    """Counted apart from the ledger: all tensors that appear with the cache and vanish with it."""
+    model = tiny_model("llama")
+    ids = prompt(90)
+
+    def live():
+        gc.collect()
+        tensors = [item for item in gc.get_objects() if isinstance(item, torch.Tensor)]
+        return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}
+
+    fold(model, ids, method)
+    before = live()
+    cache = fold(model, ids, method)
+    generate(model, torch.cat([ids, prompt(1, seed=1)], 1), cache, max_new_tokens=20)
+    after = live()
+    appeared = sum(count for pointer, count in after.items() if pointer not in before)
+    assert appeared == cache.ledger().total
+
+
+@methods
+def test_short_prompts_pass_through(method):
+    model = tiny_model("llama")
+    for tokens in (1, 5):
+        with attach(model, method) as folding:
+            expected = model.generate(prompt(tokens), max_new_tokens=3, do_sample=False)
+        reference = model.generate(prompt(tokens), max_new_tokens=3, do_sample=False)
+        assert torch.equal(expected, reference)
+        assert folding.cache.report[0]["folded"] is False and "too short" in folding.cache.report[0]["why"]
+
+
+def test_a_short_row_in_a_batch_is_kept_whole():
+    model = tiny_model("llama")
+    method = RDKV(keep=0.2, window=16)
+    ids, mask = left_pad(prompt(90, 2), [80, 0])
+    cache = fold(model, ids, method, mask)
+    for layer in cache.folded_layers:
+        assert len(layer.segments[0].store.kept(0, 0).positions) == 10
+        assert len(layer.segments[0].store.kept(1, 0).positions) < 90
+
+
+@pytest.mark.parametrize(
+    ("ids", "mask", "message"),
+    [
+        (torch.zeros(1, 0, dtype=torch.long), None, "empty"),
+        (torch.zeros(5, dtype=torch.long), None, "input_ids must be"),
+        (prompt(5), torch.ones(1, 4), "shape of input_ids"),
+        (prompt(5), torch.zeros(1, 5), "all zeros"),
+    ],
+)
+def test_bad_prompts(ids, mask, message):
+    with pytest.raises(KvfoldError, match=message):
+        fold(tiny_model("llama"), ids, RDKV(keep=0.5), mask)
+    assert not bridge.installed()
+
+
+@pytest.mark.parametrize("options", [{}, {"keep": 0}, {"keep": 1.2}, {"keep": 0.1, "tokens": 3}, {"keep": float("nan")}])
+def test_bad_budgets(options):
+    with pytest.raises(ValueError):
+        RDKV(**options)
+
+
+def test_a_budget_below_the_metadata_names_the_smallest():
+    model = tiny_model("llama")
+    with pytest.raises(BudgetError, match="at least") as error:
+        fold(model, prompt(100), RDKV(keep=0.001))
+    least = float(str(error.value).split("keep=")[1].split()[0])
+    assert fold(model, prompt(100), RDKV(keep=least + 1e-4)).ledger().folded_ratio <= least + 1e-4
+    assert not bridge.installed()
+
+
+def test_overflow_names_the_layer():
+    model = tiny_model("llama", num_hidden_layers=2)
+    weight = model.model.layers[1].self_attn.v_proj.weight
+    saved = weight.detach().clone()
+    with torch.no_grad():
+        weight.fill_(torch.inf)
+    try:
+        with pytest.raises(NonFiniteError, match="layer 1"):
+            fold(model, prompt(50), RDKV(keep=0.5))
+    finally:
+        with torch.no_grad():
+            weight.copy_(saved)
+    assert not bridge.installed()
+
+
+@pytest.mark.parametrize("name", ["bloom", "falcon"])
+def test_unsupported_attention_is_refused_before_work(name):
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config = CONFIG_MAPPING[name](vocab_size=128, hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(UnsupportedModelError):
+        fold(model, prompt(50), RDKV(keep=0.5))
+    with pytest.raises(UnsupportedModelError), attach(model, RDKV(keep=0.5)):
+        pass
+    assert "generate" not in vars(model) and not bridge.installed()
+
+
+def test_a_bare_cache_refuses_an_unsupported_model():
+    from transformers import AutoModelForCausalLM, BloomConfig
+
+    model = AutoModelForCausalLM.from_config(BloomConfig(vocab_size=128, hidden_size=64, n_layer=2, n_head=4)).eval()
+    with pytest.raises(UnsupportedModelError):
+        generate(model, prompt(50), FoldedCache(RDKV(keep=0.5)))
+
+
+def test_another_model_dtype_or_batch_is_refused():
+    model = tiny_model("llama")
+    cache = fold(model, prompt(60), RDKV(keep=0.5))
+    question = prompt(61)
+    with pytest.raises(CacheMismatchError, match="another model"):
+        generate(tiny_model("llama", head_dim=32), question, cache.fork())
+    with pytest.raises(CacheMismatchError, match="bfloat16"):
+        generate(tiny_model("llama", dtype=torch.bfloat16), question, cache.fork())
+    with pytest.raises(CacheMismatchError, match="batch_repeat_interleave"):
+        generate(model, prompt(61, 2), cache.fork())
+    bridge.forget()
+
+
+def test_attach_leaves_nothing_behind_on_failure():
+    model = tiny_model("llama")
+    with pytest.raises(ZeroDivisionError), attach(model, RDKV(keep=0.5)):
+        raise ZeroDivisionError
+    assert "generate" not in vars(model)
+    with pytest.raises(Exception), attach(model, RDKV(keep=0.5)):  # noqa: B017
+        model.generate(prompt(50), max_new_tokens=-4)
+    assert "generate" not in vars(model) and not bridge.installed()
