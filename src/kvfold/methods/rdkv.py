@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -85,6 +85,11 @@ class RDKV(Method):
     value_group: int | None = None
     key_tile: int = 1
     block_tokens: int = 64
+
+    @classmethod
+    def published(cls, **options: Any) -> RDKV:
+        """The released code's configuration, whatever the defaults here are."""
+        return cls(**{"queries": "window", "scope": "head", **options})
 
     def __post_init__(self) -> None:
         self.budget  # noqa: B018 (raises on a bad budget)

@@ -1,0 +1,63 @@
+"""The command line: one file a command. Heavy imports happen inside the commands, so that help is instant."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvfold.cli.ask import ask as ask_command
+from kvfold.cli.chat import chat as chat_command
+from kvfold.cli.console import Commands
+from kvfold.cli.demo import demo as demo_command
+from kvfold.cli.doctor import doctor as doctor_command
+from kvfold.cli.fold import fold as fold_command
+from kvfold.cli.inspect import inspect as inspect_command
+from kvfold.cli.methods import methods as methods_command
+
+app = typer.Typer(
+    cls=Commands,
+    name="kvfold",
+    help="Fold the key-value cache of a long document to a few percent of its size, then ask it questions.",
+    epilog="Example: kvfold fold report.txt --model demo --keep 0.1 -o report.kvf && "
+    'kvfold ask report.kvf "Who wrote it?"',
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from kvfold import __version__
+
+        typer.echo(f"kvfold {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    context: typer.Context,
+    debug: Annotated[bool, typer.Option("--debug", help="Show a traceback when something fails.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    context.obj = {"debug": debug}
+
+
+for _command, _example in (
+    (fold_command, "report.txt --model demo --method rdkv --keep 0.1 -o report.kvf"),
+    (ask_command, 'report.kvf "Who wrote it?" "When?" --json'),
+    (chat_command, "report.kvf"),
+    (inspect_command, "report.kvf --png heat.png"),
+    (methods_command, "--json"),
+    (doctor_command, ""),
+    (demo_command, "--keep 0.1"),
+):
+    app.command(epilog=f"Example: kvfold {_command.__name__} {_example}".rstrip())(_command)
+
+
+def main() -> None:
+    """Entry point of the `kvfold` command."""
+    app()

@@ -1,0 +1,129 @@
+"""Method hyper-parameters from the command line: `--option name=value`, read by the type of the field."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable
+from dataclasses import MISSING, Field, fields
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from kvfold.errors import KvfoldError
+
+_BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+
+
+def build_method(name: str, given: dict[str, Any], options: Iterable[str]) -> Any:
+    """A method from its name, options that have flags of their own, and `name=value` texts.
+
+    Raises
+    ------
+    KvfoldError
+        Unknown method or option, or a value of the wrong type or out of range.
+    """
+    from kvfold.methods import METHODS, make_method
+
+    values = {key: value for key, value in given.items() if value is not None}
+    types_ = get_type_hints(METHODS[name]) if name in METHODS else {}
+    for option in options:
+        key, equals, text = option.partition("=")
+        key = key.strip().replace("-", "_")
+        if not equals or not key:
+            raise KvfoldError(f"--option {option}: write it as name=value")
+        values[key] = parse(text.strip(), types_[key], key) if key in types_ else text
+    try:
+        return make_method(name, **values)
+    except (ValueError, TypeError) as error:
+        raise KvfoldError(str(error)) from error
+
+
+def parse(text: str, kind: Any, name: str) -> Any:
+    """Read a value of a field's type.
+
+    Raises
+    ------
+    KvfoldError
+        The text is no such value; the message says what would be.
+    """
+    for alternative in _alternatives(kind):
+        try:
+            return _parse_one(text, alternative)
+        except (ValueError, TypeError):
+            continue
+    raise KvfoldError(f"--option {name}={text}: expected {describe(kind)}")
+
+
+def _alternatives(kind: Any) -> list[Any]:
+    if get_origin(kind) in (Union, types.UnionType):
+        # Text fits anything, so it comes last.
+        return sorted(get_args(kind), key=lambda part: part is str)
+    return [kind]
+
+
+def _parse_one(text: str, kind: Any) -> Any:
+    if kind is type(None):
+        if text.lower() in ("none", ""):
+            return None
+        raise ValueError
+    if kind is bool:
+        if text.lower() not in _BOOLEANS:
+            raise ValueError
+        return _BOOLEANS[text.lower()]
+    if get_origin(kind) is Literal:
+        for choice in get_args(kind):
+            if text == str(choice):
+                return choice
+        raise ValueError
+    if get_origin(kind) in (tuple, list):
+        parts = [part for part in get_args(kind) if part is not Ellipsis] or [str]
+        return tuple(
+            _parse_one(item.strip(), parts[0]) for item in text.strip("()[]").split(",") if item.strip()
+        )
+    if kind in (int, float, str):
+        return kind(text)
+    raise TypeError
+
+
+def describe(kind: Any) -> str:
+    """A field's type as words for help and errors."""
+    if get_origin(kind) in (Union, types.UnionType):
+        return " or ".join(describe(part) for part in get_args(kind))
+    if kind is type(None):
+        return "none"
+    if get_origin(kind) is Literal:
+        return "|".join(str(choice) for choice in get_args(kind))
+    if get_origin(kind) in (tuple, list):
+        parts = [describe(part) for part in get_args(kind) if part is not Ellipsis]
+        return f"{','.join(parts)},..."
+    return getattr(kind, "__name__", str(kind))
+
+
+def default_of(field: Field[Any]) -> Any:
+    """A field's default as plain data, or None."""
+    if field.default is not MISSING:
+        return field.default
+    if field.default_factory is not MISSING:
+        return field.default_factory()
+    return None
+
+
+def describe_methods() -> list[dict[str, Any]]:
+    """Every method with its paper and options, as plain data."""
+    from kvfold.methods import METHODS
+
+    result = []
+    for name, cls in sorted(METHODS.items()):
+        hints = get_type_hints(cls)
+        options = [
+            {
+                "name": field.name,
+                "type": describe(hints[field.name]),
+                "default": default_of(field),
+                "required": field.default is MISSING and field.default_factory is MISSING,
+            }
+            for field in fields(cls)
+        ]
+        about = (cls.__doc__ or "").strip().split("\n\n")[0]
+        result.append(
+            {"name": name, "paper": cls.paper, "about": " ".join(about.split()), "options": options}
+        )
+    return result

@@ -1,0 +1,1 @@
+"""Measuring what a fold loses: shared prefills, tasks and metrics."""

@@ -1,0 +1,114 @@
+"""One exact prefill, folded by any number of methods."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+
+from kvfold.api import fold
+from kvfold.hf.cache import FoldedCache
+from kvfold.hf.support import CACHE_KEYWORD
+from kvfold.methods.base import LayerView, Method, Needs
+from kvfold.methods.full import Full
+from kvfold.stores.base import Store
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Recorder(Method):
+    """Keeps what prefill hands to a method instead of folding it."""
+
+    name = "recorder"
+    paper = "internal"
+    wants: Needs = Needs()
+    views: list[LayerView] = field(default_factory=list)
+
+    @property
+    def granularity(self) -> Literal["layer", "model"]:
+        return "model"
+
+    @property
+    def needs(self) -> Needs:
+        return self.wants
+
+    @property
+    def shortest(self) -> int:
+        return 0
+
+    def fold(self, views: Sequence[LayerView]) -> list[Store]:
+        # Own copies: the views are of a tail that the cache lets go of.
+        self.views.extend(replace(view, keys=view.keys.clone(), values=view.values.clone()) for view in views)
+        return Full().fold(views)
+
+
+class Prefill:
+    """The exact cache of a prompt, and all that any of `methods` needs to see of it.
+
+    Parameters
+    ----------
+    model : transformers causal language model
+    input_ids : (batch, tokens) int64
+    methods : sequence of Method
+        Those that will be asked to fold.
+    attention_mask : (batch, tokens), optional
+
+    Attributes
+    ----------
+    logits : (batch, vocabulary) float32
+        Next-token logits after the prompt.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        methods: Sequence[Method],
+        attention_mask: torch.Tensor | None = None,
+    ):
+        needs = [method.needs for method in methods]
+        wants = Needs(
+            window=max(need.window for need in needs),
+            all_queries=any(need.all_queries for need in needs),
+            sampled=max(need.sampled for need in needs),
+            rotary=any(need.rotary for need in needs),
+        )
+        self.model, self.tokens = model, input_ids.shape[1]
+        recorder = _Recorder(wants=wants)
+        self._exact = fold(model, input_ids, recorder, attention_mask)
+        self.views = recorder.views
+
+    def fold(self, method: Method) -> FoldedCache:
+        """The prompt's cache as `kvfold.fold(model, input_ids, method)` makes it, without running the model."""
+        cache = FoldedCache(method, self.model.config, prompt_tokens=self.tokens)
+        layers = cache.folded_layers
+        for layer, source in zip(cache.layers, self._exact.fork().layers, strict=True):
+            if layer not in layers:
+                cache.layers[cache.layers.index(layer)] = source
+        for layer, view in zip(layers, self.views, strict=True):
+            keys, values = (view.values, view.keys) if view.expand is not None else (view.keys, view.values)
+            layer.lazy_initialization(keys, values)
+            layer.keys, layer.values = keys, values
+        if max(self.views[0].real_tokens) <= method.shortest:
+            return cache
+        for layer, view in zip(layers, self.views, strict=True):
+            cache.fold_layer(layer, replace(view))
+        return cache
+
+
+@torch.no_grad()
+def continue_logits(model: Any, cache: FoldedCache, ids: torch.Tensor) -> torch.Tensor:
+    """Logits (batch, tokens, vocabulary) float32 of given tokens after a cache, which then holds them too.
+
+    The tokens stay exact in the cache's tail.
+    """
+    cache.expect(cache.get_seq_length())
+    cache.activate_past_recording()
+    return model(input_ids=ids, use_cache=True, **{CACHE_KEYWORD: cache}).logits.float()
+
+
+def kl_divergence(full: torch.Tensor, folded: torch.Tensor) -> torch.Tensor:
+    """KL(full || folded) of next-token distributions from logits (..., vocabulary), in nats; (...) float32."""
+    reference = full.log_softmax(-1)
+    return (reference.exp() * (reference - folded.log_softmax(-1))).sum(-1)
