@@ -24,7 +24,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvfold
-from kvfold import KIVI, RDKV, Full, SnapKV
+from kvfold import KIVI, RDKV, Full, PublishedRDKV, SnapKV
 from kvfold.evaluate.prefill import Prefill, continue_logits, kl_divergence
 
 TOKENS, NEXT, ANSWER = 4096, 128, 12
@@ -37,9 +37,11 @@ def methods() -> dict[str, list[kvfold.Method]]:
     """Methods by label, one for each budget."""
     return {
         "rdkv": [RDKV(keep=keep) for keep in KEEPS],
-        "rdkv published": [RDKV.published(keep=keep) for keep in KEEPS],
+        "rdkv by layer": [RDKV(keep=keep, scope="layer") for keep in KEEPS],
+        "rdkv published": [PublishedRDKV(keep=keep) for keep in KEEPS],
         "snapkv": [SnapKV(keep=keep) for keep in KEEPS],
         "snapkv then int4": [SnapKV(keep=keep, bits=4, group=64) for keep in KEEPS],
+        "snapkv then int4, no groups": [SnapKV(keep=keep, bits=4) for keep in KEEPS],
         "kivi int4": [KIVI(bits=4)],
         "kivi int2": [KIVI(bits=2)],
     }
@@ -143,10 +145,10 @@ def measure(model, case: dict, digits: dict[int, str], labels: list[str] | None,
 
 def table(rows: list[dict]) -> str:
     """Mean over cases, one line for each method, budget and protocol."""
-    lines = [f"{'method':<18}{'keep':>6}{'bytes':>8}   {'unseen':>7} {'KL text':>9} {'KL answer':>10}   {'in view':>7} {'KL answer':>10}"]
+    lines = [f"{'method':<28}{'keep':>6}{'bytes':>8}   {'unseen':>7} {'KL text':>9} {'KL answer':>10}   {'in view':>7} {'KL answer':>10}"]
     keys = dict.fromkeys((row["method"], row["keep"]) for row in rows)
     for method, keep in keys:
-        line = f"{method:<18}{'' if keep is None else keep:>6}"
+        line = f"{method:<28}{'' if keep is None else keep:>6}"
         for view in ("unseen", "in view"):
             chosen = [row for row in rows if (row["method"], row["keep"], row["view"]) == (method, keep, view)]
             if view == "unseen":

@@ -18,6 +18,7 @@ _EXPORTS = {
     "make_method": "kvfold.methods",
     "Full": "kvfold.methods",
     "RDKV": "kvfold.methods",
+    "PublishedRDKV": "kvfold.methods",
     "SnapKV": "kvfold.methods",
     "KIVI": "kvfold.methods",
 }
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from kvfold.api import attach, fold, load
     from kvfold.hf.cache import FoldedCache
     from kvfold.ledger import Ledger
-    from kvfold.methods import KIVI, METHODS, RDKV, Full, SnapKV, make_method
+    from kvfold.methods import KIVI, METHODS, RDKV, Full, PublishedRDKV, SnapKV, make_method
     from kvfold.methods.base import Method
 
 

@@ -93,6 +93,15 @@ def test_replaces_an_older_file_only_when_done(kvfold, document, model_folder, t
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lamp.kvf", "lamp.txt"]
 
 
+def test_names_are_never_taken_for_markup(kvfold, document, model_folder):
+    odd = document.rename(document.with_name("[bold]lamp[red].txt"))
+    result = kvfold("fold", odd, "--model", model_folder, "--method", "full")
+    assert result.exit_code == 0, result.output
+    assert "[bold]lamp[red].txt" in result.stdout
+    assert "saved [bold]lamp[red].kvf" in result.stdout
+    assert "[bold]lamp[red].txt" in kvfold("inspect", "[bold]lamp[red].kvf").stdout
+
+
 def test_dtype_is_the_models_and_is_remembered(kvfold, document, model_folder):
     result = kvfold(
         "fold", document, "--model", model_folder, "--method", "full", "--dtype", "bfloat16", "--json"

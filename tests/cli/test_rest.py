@@ -168,7 +168,9 @@ def test_demo_compares_two_caches(short_demo):
     assert told["ledger"]["ratio"] == 2.0  # this model is float32
     shown = short_demo("--method", "full")
     assert shown.exit_code == 0, shown.output
-    assert "not in the book" in shown.stdout
+    assert "these sentences are not in it" in shown.stdout
+    for fact in demo.facts():
+        assert fact.sentence in shown.stdout
     assert "tokens/s" in shown.stdout
 
 

@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from kvfold import KIVI, RDKV, SnapKV, attach, fold
+from kvfold import KIVI, RDKV, PublishedRDKV, SnapKV, attach, fold
 from kvfold.errors import BudgetError, CacheMismatchError, KvfoldError, NonFiniteError, UnsupportedModelError
 from kvfold.hf import CACHE_KEYWORD, FoldedCache, bridge
 from kvfold.hf.layer import Segment
@@ -16,8 +16,15 @@ from tests.tiny import left_pad, prompt, tiny_model
 
 METHODS = {
     "rdkv": RDKV(keep=0.3, window=8),
-    "rdkv-all": RDKV(keep=0.3, window=8, queries="all", scope="layer", key_group=32, value_group=8),
-    "rdkv-model": RDKV(keep=0.3, window=8, queries="blend", scope="model", key_tile=8, widths=(3, 4, 8), distortion="square"),
+    "rdkv-layer": RDKV(keep=0.3, window=8, scope="layer", queries="window", widths=(1, 2, 3, 5, 8), block_tokens=16),
+    "rdkv-head": RDKV(keep=0.3, window=8, scope="head", queries="future", grades=(16.0, 128.0)),
+    "published": PublishedRDKV(keep=0.3, window=8),
+    "published-all": PublishedRDKV(
+        keep=0.3, window=8, queries="all", scope="layer", key_group=32, value_group=8, distortion="linear"
+    ),
+    "published-model": PublishedRDKV(
+        keep=0.3, window=8, queries="blend", scope="model", key_tile=8, widths=(3, 4, 8), distortion="square"
+    ),
     "snapkv": SnapKV(keep=0.3, window=8),
     "snapkv-int4": SnapKV(keep=0.3, window=8, bits=4, group=16),
     "kivi": KIVI(bits=4, group=16, residual=8),
@@ -45,7 +52,7 @@ class DecodedStore(Store):
             source = b if rows is None else int(rows[b])
             output, lse = [], []
             for h in range(query.shape[1]):
-                kept = self.kept(source, h * self.kv_heads // query.shape[1])
+                kept = self.kept(source, h * self.kv_heads // query.shape[1], context.rotary)
                 keys, values = kept.keys, kept.values
                 if context.expand is not None:
                     keys, values = (x[0, h] for x in context.expand(keys[None, None], values[None, None]))
@@ -58,8 +65,8 @@ class DecodedStore(Store):
             lses.append(torch.stack(lse))
         return torch.stack(outputs).float(), torch.stack(lses).float()
 
-    def kept(self, row, head):
-        return self.store.kept(row, head)
+    def kept(self, row, head, rotary=None):
+        return self.store.kept(row, head, rotary)
 
     def crop(self, tokens):
         return DecodedStore(self.store.crop(tokens))
@@ -99,6 +106,8 @@ def assert_within(cache, method):
     for layer in cache.folded_layers:
         for tensor in [*layer.tail_tensors(), *(t for s in layer.segments for t in s.store.tensors().values())]:
             storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    for tensor in cache.rotary_tables():
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     stock = cache.ledger().by_purpose.get("stock layers", 0)
     assert cache.ledger().total - stock == sum(storages.values())
 
@@ -149,8 +158,11 @@ def test_chunks_change_nothing(architecture, method):
         chunked = fold(model, ids, method, mask, chunk_size=size)
         assert chunked.ledger().by_purpose == whole.ledger().by_purpose
         for left, right in zip(chunked.folded_layers, whole.folded_layers, strict=True):
-            a, b = left.segments[0].store.kept(0, 0), right.segments[0].store.kept(0, 0)
-            assert torch.equal(a.positions, b.positions)
+            a, b = left.segments[0].store, right.segments[0].store
+            assert a.widths() == b.widths()
+            for name in ("positions", "order"):
+                if name in a.tensors():
+                    assert torch.equal(a.tensors()[name], b.tensors()[name])
     if hasattr(method, "keep"):
         untold = FoldedCache(method)
         generate(model, ids, untold, attention_mask=mask, prefill_chunk_size=30, max_new_tokens=1)
@@ -280,8 +292,9 @@ def test_a_short_row_in_a_batch_is_kept_whole():
     ids, mask = left_pad(prompt(90, 2), [80, 0])
     cache = fold(model, ids, method, mask)
     for layer in cache.folded_layers:
-        assert len(layer.segments[0].store.kept(0, 0).positions) == 10
-        assert len(layer.segments[0].store.kept(1, 0).positions) < 90
+        rotary = cache.rotary(layer.module())
+        assert len(layer.segments[0].store.kept(0, 0, rotary).positions) == 10
+        assert len(layer.segments[0].store.kept(1, 0, rotary).positions) < 90
 
 
 @pytest.mark.parametrize(

@@ -26,10 +26,8 @@ def random_store(rows=2, heads=3, tokens=70, key_dim=64, value_dim=64, seed=0, d
         key_widths=key_widths,
         value_group=options.pop("value_group", None),
         key_group=options.pop("key_group", None),
-        bias_out=False,
         tokens=tokens,
         real_tokens=(tokens,) * rows,
-        shifts=(0,) * rows,
         key_dim=key_dim,
         value_dim=value_dim,
     )

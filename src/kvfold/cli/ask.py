@@ -44,7 +44,7 @@ def ask(
             conversation.say(question)
         else:
             if len(questions) > 1:
-                console.out().print(f"> {question}", style="bold", markup=False, soft_wrap=True)
+                console.out().print(f"> {question}", style="bold", soft_wrap=True)
             stream(conversation, question)
         answer = conversation.answer
         assert answer is not None

@@ -35,12 +35,12 @@ class Failure(Exception):
 
 def out() -> Console:
     """Console for results."""
-    return Console(highlight=False)
+    return Console(highlight=False, markup=False, emoji=False)
 
 
 def err() -> Console:
     """Console for progress, notes and errors: the standard error of this moment, even if redirected later."""
-    return Console(file=sys.stderr, highlight=False)
+    return Console(file=sys.stderr, highlight=False, markup=False, emoji=False)
 
 
 def print_json(data: Any) -> None:

@@ -51,13 +51,14 @@ def demo(
     out = console.out()
     if not json_:
         name = DEMO_NAME if model == DEMO else model
-        out.print(f"[bold]Text[/]    {title}, {len(original):,} characters", soft_wrap=True)
-        out.print(
-            "[bold]Planted[/] these facts are not in the book; the demo put each between two paragraphs of it:"
-        )
+        out.print(f"Text:    {title}, {len(original):,} characters", soft_wrap=True)
+        out.print("Planted: these sentences are not in it; the demo put each between two of its paragraphs:")
         for fact in facts:
-            out.print(f"        at {fact.depth:4.0%}: {fact.sentence}", markup=False, soft_wrap=True)
-        out.print(f"[bold]Model[/]   {name}, {str(loaded.dtype).removeprefix('torch.')} on {loaded.device}\n")
+            out.print(f"         at {fact.depth:4.0%}: {fact.sentence}", soft_wrap=True)
+        out.print(
+            f"Model:   {name}, {str(loaded.dtype).removeprefix('torch.')} on {loaded.device}\n",
+            soft_wrap=True,
+        )
 
     text = data.planted(original, facts)
     cache, template, fold_seconds = fold_document(loaded, tokenizer, text, chosen, quiet=json_)
@@ -128,6 +129,8 @@ def _show(result: dict[str, Any]) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from kvfold.cli.options import changed_options
+
     out = console.out()
     table = Table(title="The same questions, two caches", title_justify="left", show_lines=True)
     for column in ("question", "full cache", "folded cache"):
@@ -151,11 +154,10 @@ def _show(result: dict[str, Any]) -> None:
     if not result["folded"]:
         console.note("not folded: the prompt is too short for this method")
     right, count, seconds = result["right"], len(result["facts"]), result["seconds"]
-    options = ", ".join(f"{key}={value}" for key, value in result["method"].items() if key != "method")
+    options = ", ".join(f"{key}={value}" for key, value in changed_options(result["method"]).items())
     out.print(
-        f"\n{result['method']['method']} ({options}): right answers {right['folded']} of {count} from the folded cache,"
+        f"\n{result['method']['method']} ({options or 'defaults'}): right answers {right['folded']} of {count} from the folded cache,"
         f" {right['full']} of {count} from the full one, in {ledger['ratio']:.1%} of its bytes.",
-        markup=False,
     )
     out.print(
         f"Reading the text took {seconds['prefill full']:.1f} s, reading and folding it {seconds['prefill and fold']:.1f} s;"

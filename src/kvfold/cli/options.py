@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, fields
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -104,6 +104,23 @@ def default_of(field: Field[Any]) -> Any:
     if field.default_factory is not MISSING:
         return field.default_factory()
     return None
+
+
+def changed_options(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a method as plain data (`Method.to_dict`, or read from JSON), the options that are not at their default."""
+    from kvfold.methods import METHODS
+
+    given = {key: value for key, value in saved.items() if key != "method"}
+    if saved["method"] not in METHODS:
+        return given
+    defaults = {field.name: _plain(default_of(field)) for field in fields(METHODS[saved["method"]])}
+    return {
+        key: value for key, value in given.items() if key not in defaults or _plain(value) != defaults[key]
+    }
+
+
+def _plain(value: Any) -> Any:
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def describe_methods() -> list[dict[str, Any]]:

@@ -192,9 +192,13 @@ class FoldedCache(Cache):
                 states = [t for t in vars(layer).values() if isinstance(t, torch.Tensor)]
                 count = sum(tensor_bytes(tensor) for tensor in states)
                 ledgers.append(Ledger({"stock layers": count} if count else {}, count))
-        rotaries = [rotary for rotary in self._rotaries.values() if rotary is not None]
-        tables = sum(tensor_bytes(buffer) for rotary in rotaries for buffer in rotary.embedding.buffers())
+        tables = sum(tensor_bytes(table) for table in self.rotary_tables())
         return Ledger.merge([*ledgers, Ledger({"rotary": tables} if tables else {})])
+
+    def rotary_tables(self) -> list[torch.Tensor]:
+        """Frequencies of the rotary embeddings in use."""
+        found = [rotary for rotary in self._rotaries.values() if rotary is not None]
+        return [buffer for rotary in found for buffer in rotary.embedding.buffers()]
 
     def widths(self) -> list[list[dict[str, dict[int, int]]]]:
         """Bits by layer and KV head of the folded segments: see `Store.widths`."""

@@ -14,7 +14,6 @@ from kvfold.errors import CacheMismatchError, NonFiniteError, UnsupportedModelEr
 from kvfold.hf import bridge
 from kvfold.hf.fingerprint import Identity, identity_of
 from kvfold.hf.observe import BlockObserver, PromptObserver
-from kvfold.hf.rotary import key_bias_of
 from kvfold.kernels.reference import Part, attend, merge
 from kvfold.ledger import Ledger, tensor_bytes
 from kvfold.methods.base import LayerView
@@ -255,8 +254,7 @@ class FoldedLayer(CacheLayerMixin):
 
     def _parts(self, call: _Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> list[Part]:
         """Attention over each segment, then over the tail, then the model's sinks if it has them."""
-        rotary, key_bias = self._position_bias(call.module)
-        context = AttendContext(call.scaling, call.softcap, call.expand, rotary, key_bias)
+        context = AttendContext(call.scaling, call.softcap, call.expand, self._rotary(call.module))
         parts = [
             segment.store.attend(query, segment.rows, context) for segment in self.segments
         ]
@@ -332,7 +330,7 @@ class FoldedLayer(CacheLayerMixin):
         for row in range(batch):
             source = row if segment.rows is None else int(segment.rows[row])
             for head in range(heads):
-                kept = store.kept(source, head)
+                kept = store.kept(source, head, self._rotary(call.module))
                 keys[row, head, kept.positions] = kept.keys.to(keys.dtype)
                 values[row, head, kept.positions] = kept.values.to(values.dtype)
                 valid[row, head, kept.positions] = True
@@ -379,7 +377,8 @@ class FoldedLayer(CacheLayerMixin):
         observer, self.block_observer = self.block_observer, BlockObserver()
         assert observer.energy is not None
         view = self._view(call, block, call.count_real(block))
-        view.mass, view.energy = observer.mass, observer.energy / observer.count
+        view.mass, view.squares = observer.mass, observer.squares
+        view.energy = observer.energy / observer.count
         view.seen_by = torch.full_like(view.positions, observer.count, dtype=torch.float32)
         view.generated = True
         self.cache.fold_layer(self, view)
@@ -405,7 +404,6 @@ class FoldedLayer(CacheLayerMixin):
                     f"layer {self.layer_idx}: the {name} to fold hold NaN or Inf; the model overflowed"
                     f" (try bfloat16 or float32 instead of {states.dtype})"
                 )
-        rotary, key_bias = self._position_bias(call.module)
         return LayerView(
             keys=keys,
             values=values,
@@ -416,19 +414,14 @@ class FoldedLayer(CacheLayerMixin):
             softcap=call.softcap,
             layer_idx=self.layer_idx,
             num_layers=self.cache.num_layers,
-            rotary=rotary,
-            key_bias=key_bias,
-            output_weight=_output_weight(call.module, call.heads, call.value_width),
+            rotary=self._rotary(call.module),
             expand=call.expand,
+            previous=(self.segments[-1].store, self.segments[-1].rows) if self.segments else None,
         )
 
-    def _position_bias(self, module: torch.nn.Module) -> tuple[Rotary | None, torch.Tensor | None]:
-        """The module's rotary embedding and key bias, where the method works with them."""
-        if not self.cache.method.needs.rotary:
-            return None, None
-        assert self.keys is not None
-        rotary = self.cache.rotary(module)
-        return rotary, None if rotary is None else key_bias_of(module, self.keys.shape[1], self.keys.shape[-1])
+    def _rotary(self, module: torch.nn.Module) -> Rotary | None:
+        """The model's rotary embedding, where the method works with it."""
+        return self.cache.rotary(module) if self.cache.method.needs.rotary else None
 
     def take(self, store: Store) -> None:
         """Replace the first tokens of the tail by their folded form."""
@@ -451,11 +444,16 @@ class FoldedLayer(CacheLayerMixin):
         """Bytes of this layer by purpose."""
         purposes: dict[str, int] = {}
         full = folded = 0
+        seen: set[int] = set()
         for segment in self.segments:
-            for purpose, count in segment.store.ledger().items():
-                purposes[purpose] = purposes.get(purpose, 0) + count
-            folded += segment.store.nbytes
             full += segment.store.full_bytes
+            for name, tensor in segment.store.tensors().items():
+                # Segments may share a frame.
+                if tensor.numel() and tensor.data_ptr() not in seen:
+                    seen.add(tensor.data_ptr())
+                    purpose = segment.store.purposes[name]
+                    purposes[purpose] = purposes.get(purpose, 0) + tensor_bytes(tensor)
+                    folded += tensor_bytes(tensor)
         if self.keys is not None and self.values is not None:
             states = tensor_bytes(self.keys) + tensor_bytes(self.values)
             purposes["tail"] = states
@@ -474,8 +472,6 @@ class _Call:
     module: torch.nn.Module
     new: int
     tail: int
-    heads: int
-    value_width: int
     scaling: float
     softcap: float | None
     sinks: torch.Tensor | None
@@ -495,7 +491,7 @@ class _Call:
         attention_mask: Any,
         kwargs: dict[str, Any],
     ) -> _Call:
-        batch, heads, new, _ = query.shape
+        batch, _, new, _ = query.shape
         tail = key.shape[2]
         if attention_mask is not None and not isinstance(attention_mask, torch.Tensor):
             raise UnsupportedModelError(
@@ -515,8 +511,6 @@ class _Call:
             module=module,
             new=new,
             tail=tail,
-            heads=heads,
-            value_width=int(getattr(module, "v_head_dim", 0) or query.shape[-1]),
             scaling=float(query.shape[-1] ** -0.5 if scaling is None else scaling),
             softcap=kwargs.get("softcap"),
             sinks=kwargs.get("s_aux"),
@@ -585,11 +579,3 @@ def _expand_of(module: torch.nn.Module) -> Expand | None:
         return keys, values
 
     return expand
-
-
-def _output_weight(module: torch.nn.Module, heads: int, value_dim: int) -> torch.Tensor | None:
-    """The output projection by head, (heads, value_dim, hidden), or None where it cannot be told."""
-    weight = getattr(getattr(module, "o_proj", None), "weight", None)
-    if weight is None or weight.dim() != 2 or weight.shape[1] != heads * value_dim:
-        return None
-    return weight.detach().t().reshape(heads, value_dim, -1)

@@ -95,6 +95,7 @@ class BlockObserver:
 
     def __init__(self) -> None:
         self.mass: torch.Tensor | None = None
+        self.squares: torch.Tensor | None = None
         self.energy: torch.Tensor | None = None
         self.count = 0
 
@@ -121,18 +122,20 @@ class BlockObserver:
         scores = scores.view(batch, heads, new, block)
         if mask is not None:
             scores = scores.masked_fill(~mask, -torch.inf)
-        mass = torch.exp(scores - lse[..., None]).view(batch, kv_heads, -1, block).sum(2)
-        squares = query[..., -key_dim:].float().square().reshape(batch, kv_heads, -1, key_dim)
-        energy = squares.mean(2) * new
+        weights = torch.exp(scores - lse[..., None]).view(batch, kv_heads, -1, block)
+        mass, squares = weights.sum(2), weights.square().sum(2)
+        energy = query[..., -key_dim:].float().square().reshape(batch, kv_heads, -1, key_dim).mean(2) * new
         self.mass = mass if self.mass is None else self.mass + mass
+        self.squares = squares if self.squares is None else self.squares + squares
         self.energy = energy if self.energy is None else self.energy + energy
         self.count += new
 
     def tensors(self) -> list[torch.Tensor]:
         """Live tensors, for the ledger."""
-        return [tensor for tensor in (self.mass, self.energy) if tensor is not None]
+        return [tensor for tensor in (self.mass, self.squares, self.energy) if tensor is not None]
 
     def select(self, rows: torch.Tensor) -> None:
         """Reorder batch rows."""
         self.mass = None if self.mass is None else self.mass[rows]
+        self.squares = None if self.squares is None else self.squares[rows]
         self.energy = None if self.energy is None else self.energy[rows]

@@ -78,7 +78,7 @@ def rotary_of(module: torch.nn.Module) -> ModelRotary | None:
         return None
     stem = type(module).__name__.removesuffix("Attention")
     embedding_class = getattr(source, f"{stem}RotaryEmbedding", None)
-    if embedding_class is None or hasattr(module, "expand_kv"):
+    if embedding_class is None:
         return None
     with torch.no_grad():
         device = next(module.parameters()).device
@@ -86,15 +86,3 @@ def rotary_of(module: torch.nn.Module) -> ModelRotary | None:
         cos, _ = rotary.embedding(torch.zeros(1, 1, 1, device=device), torch.zeros(1, 1, dtype=torch.long, device=device))
     head_dim = int(getattr(module, "head_dim", 0) or cos.shape[-1])
     return None if rotary.scale != 1 and cos.shape[-1] != head_dim else rotary
-
-
-def key_bias_of(module: torch.nn.Module, kv_heads: int, key_dim: int) -> torch.Tensor | None:
-    """Bias of the key projection, (kv_heads, key_dim) float32, or None without one.
-
-    None too where a norm follows the projection: then the bias does not simply add to the key.
-    """
-    projection = getattr(module, "k_proj", None)
-    bias = getattr(projection, "bias", None)
-    if bias is None or hasattr(module, "k_norm") or bias.numel() != kv_heads * key_dim:
-        return None
-    return bias.detach().float().view(kv_heads, key_dim)

@@ -113,6 +113,7 @@ def column_mass(
     softcap: float | None = None,
     other_lse: torch.Tensor | None = None,
     kv_heads: int | None = None,
+    squared: bool = False,
     block: int = 128,
 ) -> torch.Tensor:
     """Attention mass that each key receives from all queries: column sums, without the whole matrix.
@@ -128,6 +129,8 @@ def column_mass(
         Log-sum-exp of tokens outside `key` that share the softmax.
     kv_heads : int, optional
         Heads of the result (default: key_heads; 1 where keys were expanded from one latent).
+    squared : bool
+        Sum the squares of the attention weights instead.
     block : int
         Queries at a time: the largest temporary is (batch, heads, block, tokens).
 
@@ -152,5 +155,6 @@ def column_mass(
             outside = other_lse[:, :, start : start + block].view(batch, key_heads, group, count)
             lse = torch.logaddexp(lse, outside.float())
         lse = torch.where(lse == -torch.inf, torch.zeros_like(lse), lse)
-        mass += torch.exp(scores - lse[..., None]).sum((2, 3))
+        weights = torch.exp(scores - lse[..., None])
+        mass += (weights.square() if squared else weights).sum((2, 3))
     return mass if kv_heads in (None, key_heads) else mass.view(batch, kv_heads, -1, tokens).sum(2)

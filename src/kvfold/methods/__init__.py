@@ -9,8 +9,9 @@ from kvfold.methods.baselines import KIVI, SnapKV
 from kvfold.methods.base import LayerView, Method, Needs
 from kvfold.methods.full import Full
 from kvfold.methods.rdkv import RDKV
+from kvfold.methods.rdkv_published import PublishedRDKV
 
-METHODS: dict[str, type[Method]] = {cls.name: cls for cls in (RDKV, SnapKV, KIVI, Full)}
+METHODS: dict[str, type[Method]] = {cls.name: cls for cls in (RDKV, PublishedRDKV, SnapKV, KIVI, Full)}
 """Every method by its command-line name."""
 
 
@@ -31,4 +32,4 @@ def make_method(name: str, **options: Any) -> Method:
     return METHODS[name](**options)
 
 
-__all__ = ["KIVI", "METHODS", "RDKV", "Full", "LayerView", "Method", "Needs", "SnapKV", "make_method"]
+__all__ = ["KIVI", "METHODS", "RDKV", "Full", "LayerView", "Method", "Needs", "PublishedRDKV", "SnapKV", "make_method"]

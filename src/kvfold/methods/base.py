@@ -57,6 +57,8 @@ class LayerView:
         The newest queries, oldest first; the last one is the segment's last token.
     mass : (batch, kv_heads, tokens) float32 or None
         Sum over queries (and the query heads of the group) of attention received.
+    squares : (batch, kv_heads, tokens) float32 or None
+        The same sum of squared attention (generated blocks only).
     seen_by : (batch, tokens) float32 or None
         How many queries could see each token.
     energy : (batch, kv_heads, key_dim) float32 or None
@@ -65,9 +67,9 @@ class LayerView:
         Queries spread over the prompt and their logical index in the segment.
     layer_idx, num_layers : int
     rotary : Rotary or None
-    key_bias : (kv_heads, key_dim) float32 or None
-        Bias of the key projection, before RoPE.
-    output_weight : (heads, value_dim, hidden) or None
+    previous : (Store, (batch,) int64 or None) or None
+        The layer's newest folded segment and which of its rows each batch row reads (None: its own): a block of
+        generated tokens may share its constants.
     expand : callable or None
         For multi-head latent attention: latent and rotary part to per-head keys and values.
     generated : bool
@@ -83,6 +85,7 @@ class LayerView:
     softcap: float | None = None
     queries: torch.Tensor | None = None
     mass: torch.Tensor | None = None
+    squares: torch.Tensor | None = None
     seen_by: torch.Tensor | None = None
     energy: torch.Tensor | None = None
     sampled: torch.Tensor | None = None
@@ -90,8 +93,7 @@ class LayerView:
     layer_idx: int = 0
     num_layers: int = 1
     rotary: Rotary | None = None
-    key_bias: torch.Tensor | None = None
-    output_weight: torch.Tensor | None = None
+    previous: tuple[Store, torch.Tensor | None] | None = None
     expand: Expand | None = None
     generated: bool = False
 

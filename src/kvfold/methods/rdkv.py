@@ -1,107 +1,101 @@
-"""RDKV: eviction and quantisation as one rate-distortion problem (arXiv 2605.08317).
+"""RDKV, taken further: eviction and precision as one rate-distortion choice for a whole model.
 
-Every unit, a value token or a key channel, gets a width; width 0 evicts it. A unit's distortion is its weight times
-the relative error of its width, and widths are chosen by reverse water-filling: tokens first, which decides what is
-kept, then the key channels over the kept tokens.
+The paper (arXiv 2605.08317; `rdkv_published` follows its released code) weighs value tokens and key channels apart, fills
+them one after the other, and gives every head the same budget. Here:
+
+* A token's weight is the mean *square* of the attention it receives, which is what a squared output error asks for, from
+  queries that are still to come: the prompt's own queries, turned by RoPE to positions after its end and unmasked, so that
+  each of them also sees what followed it. Window queries are added for questions that are already in the prompt.
+* A token buys its key and its value together, as a *grade*: a width for every key channel (reverse water-filling over the
+  channels) and one for the value. Its distortion at each grade is measured, not tabulated.
+* One multiplier serves every head of every layer, after each head's weights are scaled so that losing everything costs 1.
+* Codes are Lloyd-Max, relative to means that cost almost nothing (see `stores.graded`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from kvfold.allocate.budget import Budget
-from kvfold.allocate.knapsack import allocate, allocate_general
+from kvfold.allocate.price import allocate_at_one_price
+from kvfold.codecs.affine import dequantise, quantise
+from kvfold.codecs.codebook import decode, encode, gaussian_levels
 from kvfold.errors import BudgetError
+from kvfold.kernels.position_bias import turned_rows
+from kvfold.kernels.reference import column_mass
 from kvfold.methods.base import LayerView, Method, Needs
-from kvfold.methods.scores import all_mass, key_energy, query_energy, smooth, window_mass
+from kvfold.methods.scores import keys_for_scores, query_energy, smooth, window_mass
 from kvfold.stores.base import Store
-from kvfold.stores.trizone import Layout, TriZoneStore
+from kvfold.stores.graded import Frame, GradedLayout, GradedStore, normal_keys, normal_values
 
-PUBLISHED_VALUE_ERROR = {0: 1.0, 2: 0.31287, 4: 0.013986, 8: 4.855e-5, 16: 0.0}
-"""Relative squared error of a value token by width: the table that the released code ships (Llama-3.1-8B)."""
-PUBLISHED_KEY_ERROR = {0: 1.0, 2: 0.14894, 4: 0.0062426, 8: 2.176e-5, 16: 0.0}
-"""The same for a key channel."""
+GAUSSIAN_ERROR = (1.0, 0.3634, 0.1175, 0.03454, 0.009497, 0.002499, 0.000641, 0.000163, 0.000041)
+"""Relative squared error of the Lloyd-Max quantiser of N(0, 1) at 0 to 8 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RDKV(Method):
-    """Joint eviction and quantisation by water-filling (RDKV, Theorem 3.3 and Algorithm 2).
-
-    The defaults are the released code's choices, with physical bytes as the budget and nothing over it.
+    """Joint eviction and quantisation with one multiplier for the model.
 
     Parameters
     ----------
     keep, bits_per_element, tokens : exactly one
-        Budget: share of the prompt's 16-bit bytes, bits per element, or the paper's "B fp16 tokens per head" (payload
-        only). See `kvfold.allocate.budget.Budget`.
-    queries : "window", "all", "all_raw" or "blend"
-        Whose attention weighs a token: the newest `window` queries (released code), every query divided by how many
-        see the token, every query summed as in the paper's text (Proposition 3.1), or the larger of "window" and
-        "all", each scaled to the same mean.
+        Budget: share of the prompt's 16-bit bytes, bits per element, or fp16 tokens per head (payload only). See
+        `kvfold.allocate.budget.Budget`.
+    queries : "both", "future" or "window"
+        Whose squared attention weighs a token: the prompt's queries turned to future positions, the newest `window`
+        queries, or the mean of both.
     window : int
         Newest queries used.
-    pool : int
-        Kernel of the average over neighbouring tokens (1: none).
-    distortion : "table", "linear" or "square"
-        Error of a width relative to width 0: the table, 2^-b (paper, Bennett) or 4^-b (its square).
-    value_error, key_error : tuple of (width, error)
-        The table; `kvfold calibrate rdkv` makes one. Default: the released one.
+    sampled : int
+        Future queries at most, spread evenly over the prompt. Where that leaves some out, weights are averaged over as
+        many neighbouring tokens.
+    horizon : int
+        Positions after the prompt that future queries are turned to.
+    flatten : float
+        Power of the weights within a head; below 1 it hedges against queries unlike those seen.
+    evict_penalty : float
+        Factor on the distortion of evicting a token.
+    grades : tuple of float
+        Water levels: at level r a channel of mean importance gets the width that minimises r * error + bits.
     widths : tuple of int
-        Widths above 0 that a unit may get; keys at 16 are stored with 8 (as published).
-    key_share : float
-        Part of the budget meant for keys (the paper's rho).
-    scope : "head", "layer" or "model"
-        Which units share one multiplier. "head" is the paper; wider scopes let bits flow to the heads that need
-        them. "model" needs the exact prompt of every layer at once.
-    key_group, value_group : int or None
-        Kept tokens of a channel, and channels of a token, that share a scale. None: all (as published).
-    key_tile : int
-        Neighbouring channels of the width order that share one width (16: what the GPU kernel reads fastest).
+        Widths from 1 to 8 that a channel or value may get.
+    scope : "model", "layer" or "head"
+        Units that share one multiplier and one budget. "model" needs the exact prompt of every layer at once;
+        "layer" holds one layer's at a time and loses some quality.
     block_tokens : int
         Generated tokens folded at a time, one block late (0: never).
     """
 
     name = "rdkv"
-    paper = "RDKV, arXiv 2605.08317"
+    paper = "after RDKV, arXiv 2605.08317"
 
     keep: float | None = None
     bits_per_element: float | None = None
     tokens: int | None = None
-    queries: Literal["window", "all", "all_raw", "blend"] = "window"
+    queries: Literal["both", "future", "window"] = "both"
     window: int = 32
-    pool: int = 5
-    distortion: Literal["table", "linear", "square"] = "table"
-    value_error: tuple[tuple[int, float], ...] = tuple(PUBLISHED_VALUE_ERROR.items())
-    key_error: tuple[tuple[int, float], ...] = tuple(PUBLISHED_KEY_ERROR.items())
-    widths: tuple[int, ...] = (2, 4, 8, 16)
-    key_share: float = 0.5
-    scope: Literal["head", "layer", "model"] = "head"
-    key_group: int | None = None
-    value_group: int | None = None
-    key_tile: int = 1
+    sampled: int = 2048
+    horizon: int = 128
+    flatten: float = 0.7
+    evict_penalty: float = 2.0
+    grades: tuple[float, ...] = (8.0, 32.0, 128.0, 1024.0)
+    widths: tuple[int, ...] = (2, 4, 8)
+    scope: Literal["model", "layer", "head"] = "model"
     block_tokens: int = 64
-
-    @classmethod
-    def published(cls, **options: Any) -> RDKV:
-        """The released code's configuration, whatever the defaults here are."""
-        return cls(**{"queries": "window", "scope": "head", **options})
 
     def __post_init__(self) -> None:
         self.budget  # noqa: B018 (raises on a bad budget)
-        if not self.widths or any(width not in (1, 2, 3, 4, 5, 6, 7, 8, 16) for width in self.widths):
-            raise ValueError(f"widths must be chosen from 1 to 8 and 16, got {self.widths}")
-        if not 0 < self.key_share < 1:
-            raise ValueError(f"key_share must lie between 0 and 1, got {self.key_share}")
-        if self.distortion == "table":
-            for table, field in ((self.value_error, "value_error"), (self.key_error, "key_error")):
-                missing = sorted({0, *self.widths} - {width for width, _ in table} - {16})
-                if missing:
-                    raise ValueError(f"{field} has no entry for width {missing}; calibrate, or use distortion='square'")
+        if not self.widths or any(width not in range(1, 9) for width in self.widths):
+            raise ValueError(f"widths must be chosen from 1 to 8, got {self.widths}")
+        if not self.grades or any(level <= 0 for level in self.grades):
+            raise ValueError(f"grades must be positive water levels, got {self.grades}")
+        if self.window < 1 or self.sampled < 1 or self.horizon < 1:
+            raise ValueError("window, sampled and horizon must be at least 1")
 
     @property
     def budget(self) -> Budget:
@@ -114,7 +108,9 @@ class RDKV(Method):
 
     @property
     def needs(self) -> Needs:
-        return Needs(window=self.window, all_queries=self.queries != "window")
+        return Needs(
+            window=self.window, sampled=0 if self.queries == "window" else self.sampled, rotary=True
+        )
 
     @property
     def shortest(self) -> int:
@@ -126,7 +122,7 @@ class RDKV(Method):
 
     def check(self, tokens: int, kv_heads: int, key_dim: int, value_dim: int) -> None:
         layout = self._layout(tokens, (tokens,), (0,), key_dim, value_dim)
-        least = layout.fixed_bytes(kv_heads) + kv_heads * self._least_head(layout)
+        least = layout.frame_bytes(kv_heads, len(self.grades), turned=True) + kv_heads * layout.exact_bytes
         full = 2 * tokens * kv_heads * (key_dim + value_dim)
         if self.budget.counts_metadata and self.budget.bytes(tokens, kv_heads, key_dim, value_dim) < least:
             raise BudgetError(
@@ -134,182 +130,281 @@ class RDKV(Method):
                 f" keep={least / full:.4f} ({16 * least / full:.3f} bits per element) is needed"
             )
 
-    # ---- distortion ----
+    def _layout(
+        self, tokens: int, real_tokens: tuple[int, ...], shifts: tuple[int, ...], key_dim: int, value_dim: int
+    ) -> GradedLayout:
+        widths = tuple(sorted(self.widths, reverse=True))
+        return GradedLayout(widths, tokens, real_tokens, shifts, key_dim, value_dim)
 
-    def _errors(self, table: tuple[tuple[int, float], ...], widths: Sequence[int]) -> list[float]:
-        """Distortion of each width, width 0 first: 1 there, 0 at 16."""
-        if self.distortion == "table":
-            known = {**dict(table), 0: 1.0, 16: 0.0}
-            return [known[width] for width in (0, *widths)]
-        base = 2.0 if self.distortion == "linear" else 4.0
-        return [0.0 if width == 16 else base**-width for width in (0, *widths)]
+    # ---- who will look ----
 
-    # ---- weights ----
+    def future_queries(self, view: LayerView, row: int) -> Tensor:
+        """The prompt's queries as if asked after its end, (heads, n, query_dim) float32.
 
-    def token_weights(self, view: LayerView) -> Tensor:
-        """Weight of each value token (Proposition 3.1), (batch, kv_heads, tokens) float32, 0 where invalid."""
-        if view.queries is None:
-            weights = all_mass(view, normalise=True)
-        elif self.queries == "window":
-            weights = window_mass(view, self.window, normalise=True)
-        elif self.queries in ("all", "all_raw"):
-            weights = all_mass(view, normalise=self.queries == "all")
-        else:
-            kinds = [window_mass(view, self.window, normalise=True), all_mass(view, normalise=True)]
-            weights = torch.stack([kind / kind.mean(-1, keepdim=True).clamp_min(1e-30) for kind in kinds]).amax(0)
-        return smooth(weights, view.valid, self.pool)
+        A query at position i is turned to one of the `horizon` positions that follow; without RoPE, or where it cannot be
+        told, it stays as it is and only loses its mask.
+        """
+        assert view.sampled is not None and view.sampled_index is not None
+        index = view.sampled_index[view.valid[row, :, view.sampled_index].any(0)]
+        chosen = view.valid[row, :, view.sampled_index].any(0)
+        query = view.sampled[row][:, chosen].float()
+        if view.rotary is None:
+            return query
+        key_dim = view.keys.shape[-1]
+        ahead = view.positions[row, -1] + 1 + (view.tokens - 1 - index) % self.horizon
+        turned = view.rotary.rotate(
+            view.rotary.unrotate(query[..., -key_dim:], view.positions[row, index]), ahead
+        )
+        return torch.cat([query[..., :-key_dim], turned], -1)
 
-    def channel_weights(self, view: LayerView) -> Tensor:
-        """Weight of each key channel (Proposition 3.2, squared), (batch, kv_heads, key_dim) float32."""
-        return query_energy(view, self.window) * key_energy(view)
+    def token_weights(self, view: LayerView, future: Sequence[Tensor]) -> Tensor:
+        """Mean squared attention that each token receives, pooled: (batch, kv_heads, tokens) float32."""
+        if view.generated:
+            assert view.squares is not None and view.seen_by is not None
+            return smooth(view.squares / view.seen_by[:, None], view.valid, 5)
+        kinds, kernel = [], 5
+        if self.queries != "future":
+            kinds.append(window_mass(view, self.window, normalise=True, squared=True))
+        if self.queries != "window":
+            assert view.sampled_index is not None
+            index, keys, kv_heads = view.sampled_index, keys_for_scores(view), view.keys.shape[1]
+            rows = [
+                column_mass(
+                    query[None],
+                    keys[row : row + 1],
+                    view.scaling,
+                    view.valid[row : row + 1, :, None].expand(-1, -1, query.shape[1], -1),
+                    view.softcap,
+                    kv_heads=kv_heads,
+                    squared=True,
+                )
+                / query.shape[1]
+                for row, query in enumerate(future)
+            ]
+            kinds.append(torch.cat(rows))
+            kernel = 1 if len(index) < 2 else int(index[1] - index[0]) // 2 * 2 + 1
+        return smooth(torch.stack(kinds).mean(0), view.valid, kernel)
 
     # ---- folding ----
 
-    def _layout(
-        self, tokens: int, real_tokens: tuple[int, ...], shifts: tuple[int, ...], key_dim: int, value_dim: int
-    ) -> Layout:
-        return Layout(
-            value_widths=tuple(sorted(self.widths)),
-            key_widths=tuple(sorted({min(width, 8) for width in self.widths})),
-            value_group=self.value_group,
-            key_group=self.key_group,
-            bias_out=False,
-            tokens=tokens,
-            real_tokens=real_tokens,
-            shifts=shifts,
-            key_dim=key_dim,
-            value_dim=value_dim,
+    def fold(self, views: Sequence[LayerView]) -> list[Store]:
+        drafts = [self._draft(view) for view in views]
+        for row in range(views[0].keys.shape[0]):
+            if views[0].real_tokens[row] <= self.shortest and not views[0].generated:
+                for draft in drafts:
+                    draft.choice[row] = draft.view.valid[row] * (len(self.grades) + 2)
+                continue
+            for pool in self._pools(drafts):
+                self._spend(pool, row)
+        return [
+            GradedStore.encode(
+                draft.view.keys,
+                draft.view.values,
+                draft.choice.to(torch.uint8),
+                draft.layout,
+                draft.frame,
+                draft.view.rotary,
+            )
+            for draft in drafts
+        ]
+
+    def _pools(self, drafts: list[_Draft]) -> list[list[tuple[_Draft, slice]]]:
+        """(layer, heads) that share one multiplier."""
+        if self.scope == "head":
+            return [[(draft, slice(h, h + 1))] for draft in drafts for h in range(draft.cost.shape[1])]
+        if self.scope == "layer":
+            return [[(draft, slice(None))] for draft in drafts]
+        return [[(draft, slice(None)) for draft in drafts]]
+
+    def _spend(self, pool: list[tuple[_Draft, slice]], row: int) -> None:
+        budget = 0
+        for draft, heads in pool:
+            layout, count = draft.layout, draft.cost[row, heads].shape[0]
+            budget += self.budget.bytes(draft.view.real_tokens[row], count, layout.key_dim, layout.value_dim)
+            if self.budget.counts_metadata:
+                budget -= draft.fixed_bytes // draft.cost.shape[1] * count
+        distortion = torch.cat([draft.distortion[row, heads] for draft, heads in pool])
+        cost = torch.cat([draft.cost[row, heads] for draft, heads in pool])
+        if budget < 0:
+            raise BudgetError("the budget is smaller than the metadata; raise keep, or fold more tokens at once")
+        choice = allocate_at_one_price(distortion, cost, budget)
+        start = 0
+        for draft, heads in pool:
+            count = draft.cost[row, heads].shape[0]
+            draft.choice[row, heads] = choice[start : start + count]
+            start += count
+
+    def _draft(self, view: LayerView) -> _Draft:
+        """Frame of a layer, and what each token would lose and cost at each grade."""
+        batch, heads, tokens, key_dim = view.keys.shape
+        value_dim = view.values.shape[-1]
+        shifts = tuple(int(last) - tokens + 1 for last in view.positions[:, -1])
+        layout = self._layout(tokens, view.real_tokens, shifts, key_dim, value_dim)
+        future = []
+        if not view.generated and self.queries != "window":
+            future = [self.future_queries(view, row) for row in range(batch)]
+        if future:
+            squares = [query[..., -key_dim:].square().mean(1).view(heads, -1, key_dim).mean(1) for query in future]
+            energy = torch.stack(squares) * view.scaling**2
+        else:
+            energy = query_energy(view, self.window) * view.scaling**2
+        shared = _shared_frame(view)
+        frame = shared or self._frame(view, layout, energy)
+        weights = self.token_weights(view, future)
+
+        real = view.valid.float()
+        spread = (view.values.float() - frame.value_mean[:, :, None].float()).square().sum(-1) * real
+        number = real.sum(-1, keepdim=True).clamp_min(1)
+        weights = (weights / (weights.sum(-1, keepdim=True) / number).clamp_min(1e-30)) ** self.flatten * real
+        weights = weights / ((weights * spread).sum(-1, keepdim=True) / number).clamp_min(1e-30)
+
+        grades = len(self.grades)
+        distortion = spread.new_zeros(batch, heads, tokens, grades + 3)
+        distortion[..., 0] = self.evict_penalty * weights * spread
+        for row in range(batch):
+            errors = self._errors(view, layout, frame, row, energy[row], spread[row])
+            distortion[row, ..., 1:-1] = weights[row, ..., None] * errors
+        distortion *= real[..., None]
+        metadata = self.budget.counts_metadata
+        extra = 0 if metadata else layout.token_bytes([], 0)
+        table = [
+            [
+                [0]
+                + [layout.token_bytes(counts, bits) - extra for counts, bits in zip(head_counts, head_bits)]
+                + [layout.fine_bytes, layout.exact_bytes] * metadata
+                + [key_dim + value_dim, 2 * (key_dim + value_dim)] * (not metadata)
+                for head_counts, head_bits in zip(row_counts, row_bits)
+            ]
+            for row_counts, row_bits in zip(frame.key_counts.tolist(), frame.value_bits.tolist())
+        ]
+        fixed = 4 * heads * (grades + 2)
+        if shared is None:
+            fixed = layout.frame_bytes(heads, grades, frame.key_turned is not None)
+        return _Draft(
+            view=view,
+            layout=layout,
+            frame=frame,
+            distortion=distortion,
+            cost=torch.tensor(table, dtype=torch.int64, device=view.keys.device),
+            choice=torch.zeros(batch, heads, tokens, dtype=torch.int64, device=view.keys.device),
+            fixed_bytes=fixed,
         )
 
-    def _least_head(self, layout: Layout) -> int:
-        """Bytes of a head that keeps one token at the smallest widths."""
-        return layout.value_bytes(layout.value_widths[0]) + layout.key_bytes(layout.key_widths[0], layout.key_dim, 1)
-
-    def fold(self, views: Sequence[LayerView]) -> list[Store]:
-        layouts = [
-            self._layout(
-                view.tokens,
-                view.real_tokens,
-                tuple(int(first) for first in view.positions[:, -1] - (view.tokens - 1)),
-                view.keys.shape[-1],
-                view.values.shape[-1],
+    def _frame(self, view: LayerView, layout: GradedLayout, energy: Tensor) -> Frame:
+        """Means, deviations and the channel widths of each grade."""
+        half = torch.float16 if view.keys.dtype != torch.bfloat16 else _narrowest(view)
+        real = view.valid[..., None].float()
+        number = real.sum(2).clamp_min(1)
+        keys = view.keys.float()
+        turned = None
+        if view.rotary is not None:
+            rotary = view.rotary
+            plain = torch.stack([rotary.unrotate(keys[row], view.positions[row]) for row in range(len(keys))])
+            turned = ((plain * real).sum(2) / number).to(half)
+            keys = torch.stack(
+                [
+                    keys[row] - turned_rows(turned[row].float(), rotary, view.tokens, layout.shifts[row])
+                    for row in range(len(keys))
+                ]
             )
-            for view in views
-        ]
-        value_bits = [torch.zeros(view.keys.shape[:3], dtype=torch.uint8, device=view.keys.device) for view in views]
-        key_bits = [torch.zeros_like(bits[..., :1]).expand(-1, -1, view.keys.shape[-1]).clone()
-                    for bits, view in zip(value_bits, views, strict=True)]
-        weights = [self.token_weights(view) for view in views]
-        channels = [self.channel_weights(view) for view in views]
-        for row in range(views[0].keys.shape[0]):
-            if views[0].real_tokens[row] <= self.shortest:
-                for bits, kbits, view in zip(value_bits, key_bits, views, strict=True):
-                    bits[row] = view.valid[row] * layouts[0].value_widths[-1]
-                    kbits[row] = layouts[0].key_widths[-1]
-                continue
-            for pool in self._pools(views):
-                _spend(
-                    self,
-                    [_Head(views[i], layouts[i], row, head, weights[i][row, head], channels[i][row, head])
-                     for i, head in pool],
-                    [(value_bits[i], key_bits[i]) for i, head in pool],
-                )
-        return [
-            TriZoneStore.encode(view.keys, view.values, bits, kbits, layout)
-            for view, bits, kbits, layout in zip(views, value_bits, key_bits, layouts, strict=True)
-        ]
+        mean = ((keys * real).sum(2) / number).to(half)
+        deviation = (((keys - mean[:, :, None].float()).square() * real).sum(2) / number).sqrt()
+        deviation = deviation.clamp_min(1e-4).to(half)
+        values = view.values.float()
+        value_mean = ((values * real).sum(2) / number).to(half)
+        spread = (values - value_mean[:, :, None].float()).square().sum(-1, keepdim=True) * real
+        spread_mean = spread.sum(2) / number
+        magnitude = (spread_mean[..., 0] / layout.value_dim).sqrt().clamp_min(1e-12)
 
-    def _pools(self, views: Sequence[LayerView]) -> list[list[tuple[int, int]]]:
-        """(view, head) pairs that share one budget and one multiplier."""
-        heads = [[(i, head) for head in range(view.keys.shape[1])] for i, view in enumerate(views)]
-        if self.scope == "head":
-            return [[pair] for layer in heads for pair in layer]
-        if self.scope == "layer":
-            return heads
-        return [[pair for layer in heads for pair in layer]]
+        key_importance = energy * deviation.float().square() * spread_mean
+        value_importance = spread_mean / layout.value_dim
+        total = key_importance.sum(-1, keepdim=True) + value_importance * layout.value_dim
+        average = (total / (layout.key_dim + layout.value_dim)).clamp_min(1e-30)
+        order = key_importance.argsort(-1, descending=True)
+        key_bits = self._fill(key_importance.gather(-1, order) / average)
+        value_bits = self._fill((value_importance / average)[..., 0])
+        counts = torch.stack([(key_bits == width).sum(-2) for width in layout.widths], -1)
+        return Frame(
+            key_turned=turned,
+            key_mean=mean,
+            key_deviation=deviation,
+            value_mean=value_mean,
+            value_magnitude=magnitude,
+            order=order.to(torch.uint8),
+            key_counts=counts.to(torch.int16),
+            value_bits=value_bits.to(torch.uint8).contiguous(),
+        )
+
+    def _fill(self, importance: Tensor) -> Tensor:
+        """Reverse water-filling: the width of each unit (...) at each grade, (..., grades) int64."""
+        widths = torch.tensor([0, *sorted(self.widths)], device=importance.device)
+        error = torch.tensor([GAUSSIAN_ERROR[width] for width in widths.tolist()], device=importance.device)
+        level = torch.tensor(self.grades, device=importance.device)
+        price = importance[..., None, None] * level[:, None] * error + widths
+        return widths[price.argmin(-1)]
+
+    def _errors(
+        self, view: LayerView, layout: GradedLayout, frame: Frame, row: int, energy: Tensor, spread: Tensor
+    ) -> Tensor:
+        """Measured squared output error of each token, before its weight: (kv_heads, tokens, grades + 1), fine last."""
+        z = normal_keys(view.keys[row], frame, row, view.rotary, layout.shifts[row])
+        w, _ = normal_values(view.values[row], frame, row)
+        ordered = z.gather(2, frame.order[row].long()[:, None].expand_as(z))
+        sensitivity = (energy * frame.key_deviation[row].float().square()).gather(1, frame.order[row].long())
+        counts, bits = frame.key_counts[row].long(), frame.value_bits[row].long()
+        ends = counts.cumsum(-1)
+        channel = torch.arange(layout.key_dim, device=z.device)
+        key_error = z.new_zeros(*z.shape[:2], len(self.grades))
+        value_error = torch.zeros_like(key_error)
+        magnitude = spread / w.square().sum(-1).clamp_min(1e-30)
+        for index, width in enumerate((*layout.widths, 0)):
+            start = ends[..., index - 1] if index else torch.zeros_like(ends[..., 0])
+            stop = ends[..., index] if width else torch.full_like(ends[..., 0], layout.key_dim)
+            inside = (channel >= start[..., None]) & (channel < stop[..., None])
+            lost = _lost(ordered, width) @ (inside * sensitivity[:, None]).transpose(1, 2)
+            key_error += lost
+            value_error += (_lost(w, width).sum(-1) * magnitude)[..., None] * (bits == width)[:, None]
+        keys, values = view.keys[row].float(), view.values[row].float()
+        key_lost = (dequantise(*quantise(keys, 8)) - keys).square() @ energy[..., None]
+        fine = spread[..., None] * key_lost + (dequantise(*quantise(values, 8)) - values).square().sum(-1, keepdim=True)
+        return torch.cat([spread[..., None] * key_error + value_error, fine], -1)
 
 
-@dataclass(frozen=True)
-class _Head:
-    """One KV head of one row, as the allocator sees it."""
+@dataclass
+class _Draft:
+    """A layer before its tokens have chosen."""
 
     view: LayerView
-    layout: Layout
-    row: int
-    head: int
-    weights: Tensor
-    channels: Tensor
+    layout: GradedLayout
+    frame: Frame
+    distortion: Tensor
+    """(batch, kv_heads, tokens, grades + 3): evicted, each grade, fine, exact"""
+    cost: Tensor
+    """(batch, kv_heads, grades + 3) bytes"""
+    choice: Tensor
+    fixed_bytes: int
+    """of one row"""
 
-    @property
-    def valid(self) -> Tensor:
-        return self.view.valid[self.row, self.head]
+
+def _lost(z: Tensor, width: int) -> Tensor:
+    """Squared error of coding N(0, 1) data at a width."""
+    if width == 0:
+        return z.square()
+    levels = gaussian_levels(width).to(z.device)
+    return (z - decode(encode(z.contiguous(), levels), levels)).square()
 
 
-def _spend(method: RDKV, heads: list[_Head], bits: list[tuple[Tensor, Tensor]]) -> None:
-    """Spend the heads' common budget: tokens, then channels over the kept tokens, then what is left on tokens."""
-    layout = heads[0].layout
-    metadata = method.budget.counts_metadata
-    device = heads[0].weights.device
-    total = sum(
-        method.budget.bytes(h.view.real_tokens[h.row], 1, h.layout.key_dim, h.layout.value_dim)
-        - (h.layout.fixed_bytes(1) if metadata else 0)
-        for h in heads
-    )
-    value_cost = [0] + [
-        layout.value_bytes(width) if metadata else 2 * layout.value_dim * width // 16 for width in layout.value_widths
-    ]
-    value_error = method._errors(method.value_error, layout.value_widths)
-    weights = torch.cat([h.weights for h in heads])[None]
-    valid = torch.cat([h.valid for h in heads])[None]
-    lengths = [len(h.weights) for h in heads]
-    ceiling = sum(int(h.valid.sum()) for h in heads) * value_cost[-1]
+def _shared_frame(view: LayerView) -> Frame | None:
+    """The frame of the segment before, for a block of generated tokens: they are of one kind with the prompt's."""
+    if not view.generated or view.previous is None:
+        return None
+    store, rows = view.previous
+    if not isinstance(store, GradedStore):
+        return None
+    return store.frame if rows is None else store.frame.select(rows)
 
-    choice = allocate(weights, value_error, value_cost, min(int(total * (1 - method.key_share)), ceiling), valid)[0]
-    kept = [int((part > 0).sum()) for part in choice.split(lengths)]
-    spent = int(torch.tensor(value_cost, device=device)[choice.long()].sum())
 
-    tile = method.key_tile
-    tiles = -(-layout.key_dim // tile)
-    widths = (0, *layout.key_widths)
-    ordered = torch.stack([h.channels.sort(descending=True).values for h in heads])
-    tile_weight = torch.nn.functional.pad(ordered, (0, tiles * tile - layout.key_dim)).view(len(heads), tiles, tile)
-    error = torch.tensor(method._errors(method.key_error, layout.key_widths), dtype=torch.float64, device=device)
-    size = torch.full((tiles,), tile, device=device)
-    size[-1] = layout.key_dim - (tiles - 1) * tile
-    cost = torch.zeros(len(heads), tiles, len(widths), dtype=torch.int64, device=device)
-    slack = 0
-    for index, count in enumerate(kept):
-        groups = layout.key_groups(count) if metadata else 0
-        for column, width in enumerate(widths[1:], 1):
-            cost[index, :, column] = size * (count * width + 32 * groups if count else 0)
-        # Sections end on whole bytes: at most 7 bits a token and plane are lost.
-        slack += count * sum(7 * (1 + (width in (3, 5, 6)) + 2 * (width == 7)) for width in widths[1:] if width < 8)
-    if tile % 8 == 0 and layout.key_dim % tile == 0:
-        slack = 0
-    distortion = tile_weight.double().sum(-1)[..., None] * error
-    room = max((total - spent) * 8 - slack, 0)
-    chosen = allocate_general(distortion.flatten(0, 1)[None], cost.flatten(0, 1)[None], room)[0].view(len(heads), tiles)
-
-    used = 0
-    table = torch.tensor(widths, dtype=torch.uint8, device=device)
-    for index, h in enumerate(heads):
-        per_channel = table[chosen[index].long()].repeat_interleave(tile)[: layout.key_dim]
-        order = h.channels.sort(descending=True).indices
-        target = bits[index][1][h.row, h.head]
-        target[order] = per_channel
-        for width in layout.key_widths:
-            count = int((target == width).sum())
-            payload = layout.key_bytes(width, count, kept[index])
-            used += payload if metadata else kept[index] * count * width // 8
-
-    left = total - spent - used
-    if left > 0 and sum(kept):
-        # Kept tokens only: a new token would need key bytes too.
-        alive = choice > 0
-        upgraded = allocate(
-            weights, [value_error[0], *value_error[1:]][1:] or [0.0], value_cost[1:], spent + left, alive[None]
-        )[0] + 1
-        choice = torch.where(alive, torch.maximum(choice, upgraded), choice)
-    value_table = torch.tensor([0, *layout.value_widths], dtype=torch.uint8, device=device)
-    for (value_bits, _), h, part in zip(bits, heads, choice.split(lengths), strict=True):
-        value_bits[h.row, h.head] = value_table[part.long()]
+def _narrowest(view: LayerView) -> torch.dtype:
+    """float16 for its precision, unless a bfloat16 model's numbers are beyond its range."""
+    largest = max(float(view.keys.abs().max()), float(view.values.abs().max()))
+    return torch.float16 if largest < torch.finfo(torch.float16).max / 4 else torch.bfloat16

@@ -17,7 +17,7 @@ def keys_for_scores(view: LayerView) -> Tensor:
     return view.expand(view.keys, view.values)[0] if view.expand is not None else view.keys
 
 
-def window_mass(view: LayerView, window: int, normalise: bool) -> Tensor:
+def window_mass(view: LayerView, window: int, normalise: bool, squared: bool = False) -> Tensor:
     """Attention that the newest queries pay to each token.
 
     Parameters
@@ -29,6 +29,8 @@ def window_mass(view: LayerView, window: int, normalise: bool) -> Tensor:
     normalise : bool
         Divide by the number of window queries that can see the token, so that the newest tokens, which few see,
         are not undervalued (RDKV's released scoring; SnapKV does not).
+    squared : bool
+        Sum the squares of the attention weights.
 
     Returns
     -------
@@ -42,7 +44,13 @@ def window_mass(view: LayerView, window: int, normalise: bool) -> Tensor:
     real = view.valid.any(1)[:, tokens - count :]
     mask = causal & view.valid[:, :, None] & real[:, None, :, None]
     mass = column_mass(
-        queries, keys_for_scores(view), view.scaling, mask, view.softcap, kv_heads=view.keys.shape[1]
+        queries,
+        keys_for_scores(view),
+        view.scaling,
+        mask,
+        view.softcap,
+        kv_heads=view.keys.shape[1],
+        squared=squared,
     )
     if normalise:
         mass = mass / mask.sum(2).clamp_min(1)

@@ -2,6 +2,7 @@
 
 from kvfold.stores.base import Store, store_from_state
 from kvfold.stores.dense import DenseStore
+from kvfold.stores.graded import GradedStore
 from kvfold.stores.trizone import TriZoneStore
 
-__all__ = ["DenseStore", "Store", "TriZoneStore", "store_from_state"]
+__all__ = ["DenseStore", "GradedStore", "Store", "TriZoneStore", "store_from_state"]

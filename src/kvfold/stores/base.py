@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from kvfold.kernels.reference import Part
+from kvfold.kernels.reference import Part, attend, merge
 from kvfold.ledger import tensor_bytes
 
 Expand = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -48,15 +48,12 @@ class AttendContext:
     expand : callable or None
         For multi-head latent attention: turns a dequantised block into per-head keys and values.
     rotary : Rotary or None
-    key_bias : (kv_heads, key_dim) float32 or None
-        Bias of the key projection, before RoPE.
     """
 
     scaling: float
     softcap: float | None = None
     expand: Expand | None = None
     rotary: Rotary | None = None
-    key_bias: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -128,8 +125,8 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def kept(self, row: int, head: int) -> Kept:
-        """Dequantised content of one row and KV head."""
+    def kept(self, row: int, head: int, rotary: Rotary | None = None) -> Kept:
+        """Dequantised content of one row and KV head; `rotary` is for stores that coded keys relative to RoPE."""
 
     @abstractmethod
     def crop(self, tokens: int) -> Store:
@@ -190,6 +187,18 @@ class Store(ABC):
         """A copy on another device (itself if already there)."""
         moved = {name: tensor.to(device) for name, tensor in self.tensors().items()}
         return self.from_state(moved, self.meta())
+
+
+def attend_expanded(kept: Kept, query: torch.Tensor, context: AttendContext, block: int = 4096) -> Part:
+    """Latent attention of query (heads, queries, dim): blocks of latents become per-head keys and values."""
+    assert context.expand is not None
+    parts = []
+    for start in range(0, max(len(kept.positions), 1), block):
+        span = slice(start, start + block)
+        keys, values = context.expand(kept.keys[None, None, span], kept.values[None, None, span])
+        parts.append(attend(query[None], keys, values, context.scaling, None, context.softcap))
+    output, lse = merge(parts)
+    return output[0], lse[0]
 
 
 def store_from_state(kind: str, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any]) -> Store:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from kvfold.kernels.reference import Part, attend, merge
-from kvfold.stores.base import AttendContext, Kept, Store
+from kvfold.stores.base import AttendContext, Kept, Rotary, Store
 
 
 class DenseStore(Store):
@@ -45,7 +45,7 @@ class DenseStore(Store):
             parts.append(attend(query, keys, values, context.scaling, mask, context.softcap))
         return merge(parts)
 
-    def kept(self, row: int, head: int) -> Kept:
+    def kept(self, row: int, head: int, rotary: Rotary | None = None) -> Kept:
         positions = torch.arange(self.tokens, device=self.keys.device)
         if self.valid is not None:
             positions = positions[self.valid[row]]

@@ -16,12 +16,8 @@ from torch import Tensor
 
 from kvfold.codecs.affine import quantise
 from kvfold.codecs.packing import pack, packed_bytes, unpack
-from kvfold.kernels.reference import Part, attend, merge, soft_cap
-from kvfold.stores.base import AttendContext, Kept, Store
-
-FINE = 32
-"""Positions between two coarse angles when a key bias is added back (see `_bias_logits`)."""
-
+from kvfold.kernels.reference import Part, soft_cap
+from kvfold.stores.base import AttendContext, Kept, Rotary, Store, attend_expanded
 
 @dataclass(frozen=True)
 class Layout:
@@ -33,12 +29,8 @@ class Layout:
         The widths in use above 0, ascending; 16 means stored as it is.
     value_group, key_group : int or None
         Channels (of a value) and kept tokens (of a key channel) that share a scale and minimum; None: all of them.
-    bias_out : bool
-        Keys were coded without the key projection's bias, which attention adds back.
     tokens : int
     real_tokens : tuple of int
-    shifts : tuple of int
-        RoPE position minus logical index, for each row.
     key_dim, value_dim : int
     """
 
@@ -46,10 +38,8 @@ class Layout:
     key_widths: tuple[int, ...]
     value_group: int | None
     key_group: int | None
-    bias_out: bool
     tokens: int
     real_tokens: tuple[int, ...]
-    shifts: tuple[int, ...]
     key_dim: int
     value_dim: int
 
@@ -162,8 +152,8 @@ class TriZoneStore(Store):
     def _cut(self) -> list[list[_Segment]]:
         """Views of each segment; checks that every buffer is used to its last element."""
         layout, buffers = self.layout, self.buffers
-        if len(self._value_counts) != len(layout.real_tokens) or len(layout.shifts) != len(layout.real_tokens):
-            raise ValueError("counts, real_tokens and shifts disagree on the number of rows")
+        if len(self._value_counts) != len(layout.real_tokens):
+            raise ValueError("counts and real_tokens disagree on the number of rows")
         cursor = dict.fromkeys(buffers, 0)
 
         def take(name: str, count: int) -> Tensor:
@@ -225,7 +215,6 @@ class TriZoneStore(Store):
         value_bits: Tensor,
         key_bits: Tensor,
         layout: Layout,
-        key_offset: Tensor | None = None,
     ) -> TriZoneStore:
         """Quantise and pack.
 
@@ -237,8 +226,6 @@ class TriZoneStore(Store):
         key_bits : (rows, kv_heads, key_dim) uint8
             Width of each key channel, 0 to drop it.
         layout : Layout
-        key_offset : (rows, kv_heads, tokens, key_dim) float32, optional
-            Taken from the keys before coding (what attention adds back).
         """
         rows, heads = keys.shape[:2]
         device = keys.device
@@ -277,8 +264,6 @@ class TriZoneStore(Store):
                 rest = channel_order[row, head, : layout.key_dim - used]
                 orders.append(torch.cat([channels, rest]))
                 k = keys[row, head, tokens].float()
-                if key_offset is not None:
-                    k = k - key_offset[row, head, tokens]
                 start = 0
                 for width, count in zip(layout.key_widths, key_counts[row, head].tolist(), strict=True):
                     x = k[:, channels[start : start + count]]
@@ -320,19 +305,16 @@ class TriZoneStore(Store):
     def _attend_row(self, row: int, query: Tensor, context: AttendContext) -> Part:
         """Attention of query (heads, n, query_dim) over one row's segments."""
         if context.expand is not None:
-            return self._attend_expanded(row, query, context)
+            return attend_expanded(self.kept(row, 0, context.rotary), query, context)
         heads, count, dim = query.shape
         q = query.reshape(self.kv_heads, -1, dim) * context.scaling
         outputs, lses = [], []
         limit = max(1, (1 << 24) // max(self.tokens, 1))
         for start in range(0, q.shape[1], limit):
             part = q[:, start : start + limit]
-            bias = self._bias_logits(row, part, context) if self.layout.bias_out else None
             pieces = []
             for head, segment in enumerate(self._segments[row]):
                 scores = self._logits(segment, part[head])
-                if bias is not None:
-                    scores += bias[head].index_select(1, segment.positions.long())
                 scores = self._masked(soft_cap(scores, context.softcap), segment)
                 peak = scores.amax(-1, keepdim=True) if scores.shape[1] else scores.new_full((len(scores), 1), -torch.inf)
                 safe = peak.clamp_min(torch.finfo(peak.dtype).min)
@@ -402,44 +384,9 @@ class TriZoneStore(Store):
             column += section.size
         return output
 
-    def _bias_logits(self, row: int, query: Tensor, context: AttendContext) -> Tensor:
-        """Logits of the key bias at every logical index: (kv_heads, n, tokens), from no stored byte.
-
-        q . R(p + j) b = (R(-p) q) . (R(j) b): coarse steps turn the query, fine ones a constant table of
-        `FINE` rows, so the cost is that of one small matrix product.
-        """
-        rotary, bias = context.rotary, context.key_bias
-        if rotary is None or bias is None:
-            raise ValueError("keys were folded without their bias, but this model's key bias or RoPE cannot be found")
-        heads, count, dim = query.shape
-        tokens, device = self.layout.tokens, query.device
-        coarse = torch.arange(0, tokens, FINE, device=device) + self.layout.shifts[row]
-        fine = rotary.rotate(bias.to(device)[:, None].expand(-1, FINE, -1), torch.arange(FINE, device=device))
-        if count > FINE:
-            turned = rotary.rotate(
-                bias.to(device)[:, None].expand(-1, len(coarse) * FINE, -1),
-                torch.arange(len(coarse) * FINE, device=device) + self.layout.shifts[row],
-            )
-            return (query @ turned.transpose(1, 2))[..., :tokens]
-        spread = query[:, :, None].expand(-1, -1, len(coarse), -1).reshape(heads * count, len(coarse), dim)
-        turned = rotary.unrotate(spread, coarse).view(heads, count * len(coarse), dim) * rotary.scale
-        return (turned @ fine.transpose(1, 2)).view(heads, count, -1)[..., :tokens]
-
-    def _attend_expanded(self, row: int, query: Tensor, context: AttendContext) -> Part:
-        """Latent attention: blocks are dequantised and expanded to per-head keys and values."""
-        assert context.expand is not None
-        parts = []
-        kept = self.kept(row, 0)
-        for start in range(0, max(len(kept.positions), 1), self.block):
-            span = slice(start, start + self.block)
-            keys, values = context.expand(kept.keys[None, None, span], kept.values[None, None, span])
-            parts.append(attend(query[None], keys, values, context.scaling, None, context.softcap))
-        output, lse = merge(parts)
-        return output[0], lse[0]
-
     # ---- content ----
 
-    def kept(self, row: int, head: int) -> Kept:
+    def kept(self, row: int, head: int, rotary: Rotary | None = None) -> Kept:
         segment = self._segments[row][head]
         count = segment.positions.shape[0]
         device = segment.positions.device
@@ -496,7 +443,6 @@ class TriZoneStore(Store):
     def _layout_of(self, rows: Sequence[int]) -> Layout:
         fields = {**vars(self.layout)}
         fields["real_tokens"] = tuple(self.layout.real_tokens[row] for row in rows)
-        fields["shifts"] = tuple(self.layout.shifts[row] for row in rows)
         return Layout(**fields)
 
     def widths(self) -> list[dict[str, dict[int, int]]]:

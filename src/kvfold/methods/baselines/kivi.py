@@ -55,10 +55,8 @@ class KIVI(Method):
                 key_widths=(self.bits,),
                 value_group=self.group,
                 key_group=self.group,
-                bias_out=False,
                 tokens=tokens,
                 real_tokens=tuple(max(count - lost, 0) for count in view.real_tokens),
-                shifts=(0,) * len(view.real_tokens),
                 key_dim=view.keys.shape[-1],
                 value_dim=view.values.shape[-1],
             )

@@ -70,10 +70,8 @@ class SnapKV(Method):
             key_widths=(self.bits,) if self.bits == 16 else (self.bits, 16),
             value_group=self.group,
             key_group=self.group,
-            bias_out=False,
             tokens=tokens,
             real_tokens=real_tokens,
-            shifts=(0,) * len(real_tokens),
             key_dim=key_dim,
             value_dim=value_dim,
         )
