@@ -6,7 +6,8 @@
 Each case is `TOKENS` tokens of a long text with one planted number at 10, 50 or 90 % of its depth. "unseen": the document
 is folded, then the question is asked. "in view": document and question are folded together. `kl` is the mean
 KL(full || folded), in nats, of next-token distributions: over the text's own next 128 tokens ("text"), and over question
-and answer ("answer"). Every method is folded from the same exact prefill, and the full cache answers in the same run.
+and answer ("answer"). A needle is found if the folded cache's greedy answer is the full cache's, which holds the planted
+number, up to its end. Every method is folded from the same exact prefill, and the full cache answers in the same run.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import kvfold
 from kvfold import KIVI, RDKV, Full, PublishedRDKV, SnapKV
 from kvfold.evaluate.prefill import Prefill, continue_logits, kl_divergence
 
-TOKENS, NEXT, ANSWER = 4096, 128, 12
+TOKENS, NEXT = 4096, 128
 DEPTHS = (0.1, 0.5, 0.9)
 KEEPS = (0.5, 0.25, 0.1, 0.05, 0.025)
 THINGS = ("lighthouse", "orchard gate", "harbour office")
@@ -37,11 +38,10 @@ def methods() -> dict[str, list[kvfold.Method]]:
     """Methods by label, one for each budget."""
     return {
         "rdkv": [RDKV(keep=keep) for keep in KEEPS],
-        "rdkv by layer": [RDKV(keep=keep, scope="layer") for keep in KEEPS],
+        "rdkv, one price for all": [RDKV(keep=keep, scope="model") for keep in KEEPS],
         "rdkv published": [PublishedRDKV(keep=keep) for keep in KEEPS],
         "snapkv": [SnapKV(keep=keep) for keep in KEEPS],
         "snapkv then int4": [SnapKV(keep=keep, bits=4, group=64) for keep in KEEPS],
-        "snapkv then int4, no groups": [SnapKV(keep=keep, bits=4) for keep in KEEPS],
         "kivi int4": [KIVI(bits=4)],
         "kivi int2": [KIVI(bits=2)],
     }
@@ -74,83 +74,70 @@ def prepare(model: str, text: str, out: str) -> None:
                     "document": document,
                     "next": words[start + room : start + room + NEXT],
                     "question": tokenizer(question, add_special_tokens=False)["input_ids"],
-                    "answer": code,
+                    "number": tokenizer(code, add_special_tokens=False)["input_ids"],
                     "depth": depth,
                 }
             )
-    vocabulary = {i: tokenizer.decode([i]) for i in range(len(tokenizer)) if tokenizer.decode([i]).strip().isdigit()}
-    torch.save({"cases": cases, "digits": vocabulary}, out)
+    torch.save(cases, out)
 
 
-@torch.no_grad()
-def answer(model, cache, logits: torch.Tensor) -> tuple[list[int], torch.Tensor]:
-    """Greedy answer of `ANSWER` tokens and its logits, (ANSWER, vocabulary)."""
-    tokens, rows = [], []
-    for _ in range(ANSWER):
-        rows.append(logits)
-        tokens.append(int(logits.argmax()))
-        logits = continue_logits(model, cache, torch.tensor([[tokens[-1]]], device=logits.device))[0, -1]
-    return tokens, torch.stack(rows)
-
-
-def measure(model, case: dict, digits: dict[int, str], labels: list[str] | None, report) -> None:
+def measure(model, case: dict, labels: list[str] | None, report) -> None:
     """Fold one case by every method, both protocols."""
     device = model.device
-    document, question, following = (
-        torch.tensor([case[name]], device=device) for name in ("document", "question", "next")
+    document, question, following, number = (
+        torch.tensor([case[name]], device=device) for name in ("document", "question", "next", "number")
     )
-    every = {k: v for k, v in methods().items() if labels is None or k in labels}
-
-    def text(tokens):
-        return "".join(digits.get(token, " ") for token in tokens)
-
+    every = {label: group for label, group in methods().items() if labels is None or label in labels}
     for view in ("unseen", "in view"):
         ids = document if view == "unseen" else torch.cat([document, question], 1)
+        # What is fed after the fold: all but the last token of question and number, or of the number alone.
+        fed = torch.cat([question, number], 1) if view == "unseen" else number
         prefill = Prefill(model, ids, [method for group in every.values() for method in group])
+        first = prefill.logits.float()
         full = prefill.fold(Full())
-        with torch.no_grad():
-            first = model(ids, logits_to_keep=1).logits[0, -1].float()
-        reference = {}
-        if view == "unseen":
-            reference["text"] = continue_logits(model, full.fork(), following)[0]
-            asked = continue_logits(model, full, question)[0]
-        else:
-            asked = first[None]
-        tokens, answered = answer(model, full, asked[-1])
-        reference["answer"] = torch.cat([asked[:-1], answered])
-        forced = torch.tensor([tokens[:-1]], device=device)
-        report(view=view, method="full", keep=1.0, ratio=1.0, found=case["answer"] in text(tokens), kl={})
+        text = continue_logits(model, full.fork(), following)[0] if view == "unseen" else None
+        reference = torch.cat([first, continue_logits(model, full, fed)[0]])
+        count = number.shape[1]
+        right = reference[-count - 1 : -1].argmax(-1)
+        found = bool((right == number[0]).all())
+        report(view=view, method="full", keep=1.0, ratio=1.0, found=found, kl={})
         for label, group in every.items():
             for method in group:
                 begin = time.perf_counter()
                 cache = prefill.fold(method)
                 seconds = time.perf_counter() - begin
                 kl = {}
-                if view == "unseen":
-                    logits = continue_logits(model, cache.fork(), following)[0]
-                    kl["text"] = float(kl_divergence(reference["text"], logits).mean())
-                    both = torch.cat([question, forced], 1)
-                    logits = continue_logits(model, cache.fork(), both)[0]
-                    start = continue_logits(model, cache, question)[0, -1]
-                else:
-                    logits = torch.cat([first[None], continue_logits(model, cache.fork(), forced)[0]])
-                    start = first
-                kl["answer"] = float(kl_divergence(reference["answer"], logits).mean())
-                found = case["answer"] in text(answer(model, cache, start)[0])
+                if text is not None:
+                    kl["text"] = float(
+                        kl_divergence(text, continue_logits(model, cache.fork(), following)[0]).mean()
+                    )
+                logits = torch.cat([first, continue_logits(model, cache, fed)[0]])
+                # The first row is the exact prefill's own: nothing has been read from the folded cache yet.
+                kl["answer"] = float(kl_divergence(reference[1:], logits[1:]).mean())
+                found = bool((logits[-count - 1 : -1].argmax(-1) == number[0]).all())
                 report(
-                    view=view, method=label, keep=getattr(method, "keep", None), ratio=cache.ledger().folded_ratio,
-                    found=found, kl=kl, fold_seconds=seconds,
+                    view=view,
+                    method=label,
+                    keep=getattr(method, "keep", None),
+                    ratio=cache.ledger().folded_ratio,
+                    found=found,
+                    kl=kl,
+                    fold_seconds=round(seconds, 2),
                 )
 
 
 def table(rows: list[dict]) -> str:
     """Mean over cases, one line for each method, budget and protocol."""
-    lines = [f"{'method':<28}{'keep':>6}{'bytes':>8}   {'unseen':>7} {'KL text':>9} {'KL answer':>10}   {'in view':>7} {'KL answer':>10}"]
+    lines = [
+        f"{'method':<28}{'keep':>6}{'bytes':>8}   {'unseen':>7} {'KL text':>9} {'KL answer':>10}   {'in view':>7} {'KL answer':>10}"
+    ]
     keys = dict.fromkeys((row["method"], row["keep"]) for row in rows)
     for method, keep in keys:
         line = f"{method:<28}{'' if keep is None else keep:>6}"
         for view in ("unseen", "in view"):
-            chosen = [row for row in rows if (row["method"], row["keep"], row["view"]) == (method, keep, view)]
+            chosen = [
+                row for row in rows if (row["method"], row["keep"], row["view"]) == (method, keep, view)
+            ]
             if view == "unseen":
                 line += f"{statistics.mean(row['ratio'] for row in chosen):>8.4f}"
             found = f"{sum(row['found'] for row in chosen)}/{len(chosen)}"
@@ -162,45 +149,41 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def run(model_path: str, cases_path: str, out: str, device: str, cases: str, labels: list[str] | None) -> None:
-    """Measure and write rows, hardware and versions."""
-    data = torch.load(cases_path)
+def run(model_path: str, cases_path: str, out: str, device: str, only: str, labels: list[str] | None) -> None:
+    """Measure; after each case write its rows, hardware and versions."""
+    cases = torch.load(cases_path)
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16, attn_implementation="sdpa")
     model = model.to(device).eval()
-    rows: list[dict] = []
-    chosen = [int(index) for index in cases.split(",")] if cases else range(len(data["cases"]))
-    for index in chosen:
-        case = data["cases"][index]
-        measure(
-            model, case, data["digits"], labels,
-            lambda **row: rows.append({"case": index, "depth": case["depth"], **row}),  # noqa: B023
-        )
+    hardware = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    result = {
+        "model": Path(model_path).name,
+        "tokens": TOKENS,
+        "dtype": "bfloat16",
+        "hardware": hardware,
+        "versions": {
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "kvfold": kvfold.__version__,
+            "python": platform.python_version(),
+        },
+        "rows": [],
+    }
+    for index in [int(number) for number in only.split(",")] if only else range(len(cases)):
+
+        def report(index: int = index, **row) -> None:
+            result["rows"].append({"case": index, "depth": cases[index]["depth"], **row})
+
+        measure(model, cases[index], labels, report)
+        Path(out).write_text(json.dumps(result, indent=1))
         print(f"case {index} done", flush=True)
-    hardware = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
-    Path(out).write_text(
-        json.dumps(
-            {
-                "model": Path(model_path).name,
-                "tokens": TOKENS,
-                "dtype": "bfloat16",
-                "hardware": hardware,
-                "versions": {
-                    "torch": torch.__version__,
-                    "transformers": transformers.__version__,
-                    "kvfold": kvfold.__version__,
-                    "python": platform.python_version(),
-                },
-                "rows": rows,
-            },
-            indent=1,
-        )
-    )
-    print(table(rows))
+    print(table(result["rows"]))
 
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     sub = parser.add_subparsers(dest="command", required=True)
     first = sub.add_parser("prepare")
     first.add_argument("model")

@@ -23,14 +23,38 @@ _EXPORTS = {
     "KIVI": "kvfold.methods",
 }
 
-__all__ = sorted([*_EXPORTS, "__version__"])
+__all__ = [
+    "KIVI",
+    "METHODS",
+    "RDKV",
+    "FoldedCache",
+    "Full",
+    "Ledger",
+    "Method",
+    "PublishedRDKV",
+    "SnapKV",
+    "__version__",
+    "attach",
+    "fold",
+    "load",
+    "make_method",
+]
 
 if TYPE_CHECKING:
-    from kvfold.api import attach, fold, load
-    from kvfold.hf.cache import FoldedCache
-    from kvfold.ledger import Ledger
-    from kvfold.methods import KIVI, METHODS, RDKV, Full, PublishedRDKV, SnapKV, make_method
-    from kvfold.methods.base import Method
+    # "as" makes each a public name for type checkers, which cannot see `__getattr__`.
+    from kvfold.api import attach as attach
+    from kvfold.api import fold as fold
+    from kvfold.api import load as load
+    from kvfold.hf.cache import FoldedCache as FoldedCache
+    from kvfold.ledger import Ledger as Ledger
+    from kvfold.methods import KIVI as KIVI
+    from kvfold.methods import METHODS as METHODS
+    from kvfold.methods import RDKV as RDKV
+    from kvfold.methods import Full as Full
+    from kvfold.methods import PublishedRDKV as PublishedRDKV
+    from kvfold.methods import SnapKV as SnapKV
+    from kvfold.methods import make_method as make_method
+    from kvfold.methods.base import Method as Method
 
 
 def __getattr__(name: str) -> Any:

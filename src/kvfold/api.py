@@ -62,15 +62,32 @@ def fold(
             method.check(count, shape.kv_heads, shape.key_dim, shape.value_dim)
     cache = FoldedCache(method, model.config, prompt_tokens=tokens, progress=progress)
     cache.prompt_hash = token_hash(input_ids)
-    positions = None
-    if attention_mask is not None:
-        positions = (attention_mask.long().cumsum(-1) - 1).clamp_min(0)
+    prefill(model, cache, input_ids, attention_mask, chunk_size)
+    return cache
+
+
+def prefill(
+    model: Any,
+    cache: FoldedCache,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    chunk_size: int | None = None,
+) -> torch.Tensor:
+    """Run a checked prompt into a cache that knows its length.
+
+    Returns
+    -------
+    (batch, vocabulary)
+        Logits of the token after the prompt.
+    """
+    positions = None if attention_mask is None else (attention_mask.long().cumsum(-1) - 1).clamp_min(0)
+    tokens = input_ids.shape[1]
     step = chunk_size or tokens
     try:
         with torch.no_grad():
             for start in range(0, tokens, step):
                 stop = min(start + step, tokens)
-                model(
+                output = model(
                     input_ids=input_ids[:, start:stop],
                     attention_mask=None if attention_mask is None else attention_mask[:, :stop],
                     position_ids=None if positions is None else positions[:, start:stop],
@@ -82,7 +99,8 @@ def fold(
         bridge.forget()
         bridge.uninstall(cache)
         raise
-    return cache
+    logits: torch.Tensor = output.logits[:, -1]
+    return logits
 
 
 def _check_prompt(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> None:
@@ -97,7 +115,9 @@ def _check_prompt(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) 
                 f" not {tuple(attention_mask.shape)}"
             )
         if not bool(attention_mask.any(-1).all()):
-            raise KvfoldError("a row of attention_mask is all zeros: every prompt needs at least one real token")
+            raise KvfoldError(
+                "a row of attention_mask is all zeros: every prompt needs at least one real token"
+            )
 
 
 def token_hash(input_ids: torch.Tensor) -> str:

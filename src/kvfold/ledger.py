@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +11,24 @@ import torch
 def tensor_bytes(tensor: torch.Tensor) -> int:
     """Bytes of a tensor's own elements."""
     return tensor.numel() * tensor.element_size()
+
+
+def tensors_in(state: object) -> Iterator[torch.Tensor]:
+    """Every tensor in nested mappings, lists and tuples."""
+    if isinstance(state, torch.Tensor):
+        yield state
+    elif isinstance(state, Mapping):
+        for value in state.values():
+            yield from tensors_in(value)
+    elif isinstance(state, list | tuple):
+        for value in state:
+            yield from tensors_in(value)
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the memory that tensors keep alive: of a view all of its storage, a shared storage once."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
 
 
 @dataclass(frozen=True)

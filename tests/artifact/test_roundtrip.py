@@ -163,7 +163,6 @@ def test_linear_layers(name, tmp_path):
         ),
     }[name]
     model, ids = tiny_model.__wrapped__(name, **options), prompt(24)
-    model._supports_attention_backend = True  # it does, though qwen3_next does not say so
     check(model, fold(model, ids, Full()), tmp_path / "doc.kvf", ids)
 
 

@@ -17,7 +17,7 @@ from kvfold.errors import KvfoldError
 
 from .conftest import save_model
 
-COMMANDS = ("fold", "ask", "chat", "inspect", "methods", "doctor", "demo")
+COMMANDS = ("fold", "ask", "chat", "inspect", "methods", "calibrate", "doctor", "demo")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

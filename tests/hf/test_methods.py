@@ -11,12 +11,15 @@ from kvfold import KIVI, RDKV, PublishedRDKV, SnapKV, attach, fold
 from kvfold.errors import BudgetError, CacheMismatchError, KvfoldError, NonFiniteError, UnsupportedModelError
 from kvfold.hf import CACHE_KEYWORD, FoldedCache, bridge
 from kvfold.hf.layer import Segment
+from kvfold.ledger import tensors_in
 from kvfold.stores.base import Store
 from tests.tiny import left_pad, prompt, tiny_model
 
 METHODS = {
     "rdkv": RDKV(keep=0.3, window=8),
-    "rdkv-layer": RDKV(keep=0.3, window=8, scope="layer", queries="window", widths=(1, 2, 3, 5, 8), block_tokens=16),
+    "rdkv-layer": RDKV(
+        keep=0.3, window=8, scope="layer", queries="window", widths=(1, 2, 3, 5, 8), block_tokens=16
+    ),
     "rdkv-head": RDKV(keep=0.3, window=8, scope="head", queries="future", grades=(16.0, 128.0)),
     "published": PublishedRDKV(keep=0.3, window=8),
     "published-all": PublishedRDKV(
@@ -104,12 +107,18 @@ def assert_within(cache, method):
         assert cache.ledger().folded_ratio <= keep
     storages = {}
     for layer in cache.folded_layers:
-        for tensor in [*layer.tail_tensors(), *(t for s in layer.segments for t in s.store.tensors().values())]:
+        for tensor in [
+            *layer.tail_tensors(),
+            *(t for s in layer.segments for t in s.store.tensors().values()),
+        ]:
             storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     for tensor in cache.rotary_tables():
         storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-    stock = cache.ledger().by_purpose.get("stock layers", 0)
-    assert cache.ledger().total - stock == sum(storages.values())
+    for layer in cache.layers:
+        if layer not in cache.folded_layers:
+            for tensor in tensors_in(vars(layer)):
+                storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    assert cache.ledger().total == sum(storages.values())
 
 
 @methods
@@ -129,9 +138,11 @@ def test_question_after_a_folded_padded_batch(architecture, method):
     assert torch.allclose(found, steps(model, twin, question[:, 90:], full_mask), atol=2e-3)
     if method.name == "kivi":
         return  # One residual for the whole batch: a padded row's groups of 16 start elsewhere than when alone.
-    for row, pads in enumerate([20, 0, 35]):
+    for row in range(3):
         single = steps(model, alone[row], question[row : row + 1, 90:], None)
-        assert torch.allclose(found[row], single[0], atol=2e-3), f"row {row} differs from the same prompt alone"
+        assert torch.allclose(found[row], single[0], atol=2e-3), (
+            f"row {row} differs from the same prompt alone"
+        )
 
 
 @torch.no_grad()
@@ -144,7 +155,9 @@ def steps(model, cache, ids, mask):
         if mask is not None:
             options["attention_mask"] = mask[:, : seen + 1]
             options["position_ids"] = mask[:, : seen + 1].sum(-1, keepdim=True) - 1
-        logits.append(model(ids[:, index : index + 1], use_cache=True, **{CACHE_KEYWORD: cache}, **options).logits)
+        logits.append(
+            model(ids[:, index : index + 1], use_cache=True, **{CACHE_KEYWORD: cache}, **options).logits
+        )
     return torch.cat(logits, 1)
 
 
@@ -217,7 +230,7 @@ def test_beams_crop_and_batch_operations(architecture, method):
 def test_long_generation_stays_small(method):
     model = tiny_model("llama")
     if not method.block:
-        method = type(method)(**{**vars(method)})
+        method = type(method)(**vars(method))
     cache = FoldedCache(method)
     generate(model, prompt(60), cache, max_new_tokens=3 * max(method.block, 8))
     if method.block:
@@ -266,7 +279,8 @@ def test_the_ledger_is_every_live_byte(method):
         tensors = [item for item in gc.get_objects() if isinstance(item, torch.Tensor)]
         return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}
 
-    fold(model, ids, method)
+    # Code books and rotations are made once for the process, not for a cache.
+    generate(model, torch.cat([ids, prompt(1, seed=1)], 1), fold(model, ids, method), max_new_tokens=20)
     before = live()
     cache = fold(model, ids, method)
     generate(model, torch.cat([ids, prompt(1, seed=1)], 1), cache, max_new_tokens=20)
@@ -288,13 +302,13 @@ def test_short_prompts_pass_through(method):
 
 def test_a_short_row_in_a_batch_is_kept_whole():
     model = tiny_model("llama")
-    method = RDKV(keep=0.2, window=16)
-    ids, mask = left_pad(prompt(90, 2), [80, 0])
+    method = RDKV(keep=0.1, window=16)
+    ids, mask = left_pad(prompt(200, 2), [190, 0])
     cache = fold(model, ids, method, mask)
     for layer in cache.folded_layers:
         rotary = cache.rotary(layer.module())
         assert len(layer.segments[0].store.kept(0, 0, rotary).positions) == 10
-        assert len(layer.segments[0].store.kept(1, 0, rotary).positions) < 90
+        assert len(layer.segments[0].store.kept(1, 0, rotary).positions) < 200
 
 
 @pytest.mark.parametrize(
@@ -312,7 +326,9 @@ def test_bad_prompts(ids, mask, message):
     assert not bridge.installed()
 
 
-@pytest.mark.parametrize("options", [{}, {"keep": 0}, {"keep": 1.2}, {"keep": 0.1, "tokens": 3}, {"keep": float("nan")}])
+@pytest.mark.parametrize(
+    "options", [{}, {"keep": 0}, {"keep": 1.2}, {"keep": 0.1, "tokens": 3}, {"keep": float("nan")}]
+)
 def test_bad_budgets(options):
     with pytest.raises(ValueError):
         RDKV(**options)
@@ -359,7 +375,9 @@ def test_unsupported_attention_is_refused_before_work(name):
 def test_a_bare_cache_refuses_an_unsupported_model():
     from transformers import AutoModelForCausalLM, BloomConfig
 
-    model = AutoModelForCausalLM.from_config(BloomConfig(vocab_size=128, hidden_size=64, n_layer=2, n_head=4)).eval()
+    model = AutoModelForCausalLM.from_config(
+        BloomConfig(vocab_size=128, hidden_size=64, n_layer=2, n_head=4)
+    ).eval()
     with pytest.raises(UnsupportedModelError):
         generate(model, prompt(50), FoldedCache(RDKV(keep=0.5)))
 

@@ -129,7 +129,9 @@ def attached(model):
     ids, mask = left_pad(prompt(24, 2), [4, 0])
     expected = generate(model, ids, DynamicCache(config=model.config), attention_mask=mask)
     with attach(model, Full()) as folding:
-        found = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, prefill_chunk_size=9)
+        found = model.generate(
+            ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, prefill_chunk_size=9
+        )
     assert torch.equal(expected, found)
     assert folding.cache is not None and folding.cache.report[0]["tokens"] == 24
     assert "generate" not in vars(model)

@@ -10,7 +10,9 @@ from kvfold.stores.base import AttendContext
 from kvfold.stores.trizone import Layout
 
 
-def random_store(rows=2, heads=3, tokens=70, key_dim=64, value_dim=64, seed=0, dtype=torch.float32, **options):
+def random_store(
+    rows=2, heads=3, tokens=70, key_dim=64, value_dim=64, seed=0, dtype=torch.float32, **options
+):
     generator = torch.Generator().manual_seed(seed)
     keys = torch.randn(rows, heads, tokens, key_dim, generator=generator).to(dtype)
     values = (torch.randn(rows, heads, tokens, value_dim, generator=generator) + 3).to(dtype)
@@ -102,7 +104,9 @@ def test_content_is_what_was_asked_for(options):
                 pruned = key_bits[row, head] == 0
                 assert bool((key[pruned] == 0).all())
                 exact16 = key_bits[row, head] == 16
-                assert torch.allclose(key[exact16], keys[row, head, position, exact16].float(), rtol=1e-2, atol=1e-3)
+                assert torch.allclose(
+                    key[exact16], keys[row, head, position, exact16].float(), rtol=1e-2, atol=1e-3
+                )
 
 
 @pytest.mark.parametrize("options", SHAPES, ids=str)
@@ -118,7 +122,9 @@ def test_bytes_are_those_of_the_layout(options):
                 channels = int((key_bits[row, head] == width).sum())
                 expected += store.layout.key_bytes(width, channels, kept)
     assert store.nbytes == expected
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in store.tensors().values()}
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in store.tensors().values()
+    }
     assert sum(storages.values()) == expected
 
 
@@ -128,7 +134,9 @@ def test_select_and_crop():
     assert chosen.rows == 2
     for new, old in enumerate([2, 0]):
         for head in range(store.kv_heads):
-            for left, right in zip(vars(chosen.kept(new, head)).values(), vars(store.kept(old, head)).values()):
+            for left, right in zip(
+                vars(chosen.kept(new, head)).values(), vars(store.kept(old, head)).values()
+            ):
                 assert torch.equal(left, right)
     shorter = store.crop(40)
     assert shorter.tokens == 40 and shorter.kept(0, 0).positions.max() < 40

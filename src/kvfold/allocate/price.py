@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -38,31 +41,65 @@ def allocate_at_one_price(distortion: Tensor, cost: Tensor, budget: int, steps: 
     """
     if budget < 0:
         raise ValueError(f"budget must be at least 0 bytes, got {budget}")
-    price_per_byte = cost[:, None].float()
     positive = distortion[distortion > 0]
     if not positive.numel():
         return torch.zeros(distortion.shape[:2], dtype=torch.int64, device=distortion.device)
     low = float(positive.min().log()) - float(cost.max().clamp_min(1).log()) - 1
-    high = float(distortion.max().log()) + 1
+    high = float(positive.max().log()) + 1
+    del positive
+    table, price_per_byte = distortion.permute(2, 0, 1).contiguous(), cost.t().float()[..., None]
 
-    def choose(log_price: float) -> tuple[Tensor, Tensor]:
-        choice = torch.add(distortion, price_per_byte, alpha=float(torch.tensor(log_price).exp())).argmin(-1)
-        return choice, cost.gather(1, choice)
-
-    cheap, spent = choose(high)
+    cheap = _choose(table, price_per_byte, high)
+    spent = cost.gather(1, cheap)
     if int(spent.sum()) > budget:
         raise ValueError(f"budget {budget} is below the {int(spent.sum())} bytes of the cheapest choices")
-    dear, dear_spent = choose(low)
-    if int(dear_spent.sum()) <= budget:
+    dear = _choose(table, price_per_byte, low)
+    if int(cost.gather(1, dear).sum()) <= budget:
         return dear
+    # A higher price never makes a unit dearer, so one with the same choice at both ends is settled. `undecided` indexes
+    # the others, once they are few enough to be worth gathering.
+    pool = torch.arange(len(cost), device=cost.device)[:, None].expand_as(cheap).flatten()
+    undecided = torch.arange(cheap.numel(), device=cost.device)
+    cheap, dear, settled = cheap.flatten(), dear.flatten(), 0
+    table, price_per_byte = table.flatten(1), price_per_byte.expand_as(table).flatten(1)
     for _ in range(steps):
+        open_ = cheap[undecided] != dear[undecided]
+        if 2 * int(open_.sum()) < len(undecided):
+            done = undecided[~open_]
+            settled += int(cost[pool[done], cheap[done]].sum())
+            undecided, table = undecided[open_], table[:, open_]
+            price_per_byte = cost[pool[undecided]].t().float()
         middle = (low + high) / 2
-        choice, each = choose(middle)
-        if int(each.sum()) > budget:
-            low, dear, dear_spent = middle, choice, each
+        choice = _choose(table, price_per_byte, middle)
+        if settled + int(cost[pool[undecided], choice].sum()) > budget:
+            low = middle
+            dear[undecided] = choice
         else:
-            high, cheap, spent = middle, choice, each
-    left = budget - int(spent.sum())
-    extra = (dear_spent - spent).clamp_min(0).flatten()
-    fits = (extra.cumsum(0) <= left).view_as(cheap)
-    return torch.where(fits, dear, cheap)
+            high = middle
+            cheap[undecided] = choice
+    spent = cost[pool, cheap]
+    extra = (cost[pool, dear] - spent).clamp_min(0)
+    fits = extra.cumsum(0) <= budget - int(spent.sum())
+    return torch.where(fits, dear, cheap).view(distortion.shape[:2])
+
+
+def _choose(table: Tensor, price_per_byte: Tensor, log_price: float) -> Tensor:
+    """Index of the least distortion plus price times cost, over the first dimension; the first of equals."""
+    price = math.exp(log_price)
+    best = torch.add(table[0], price_per_byte[0], alpha=price)
+    choice = torch.zeros_like(best, dtype=torch.uint8)
+    for index in range(1, len(table)):
+        value = torch.add(table[index], price_per_byte[index], alpha=price)
+        choice.masked_fill_(value < best, index)
+        best = torch.minimum(best, value, out=best)
+    return choice.long()
+
+
+def bytes_at_prices(distortion: Tensor, cost: Tensor, prices: Sequence[float]) -> Tensor:
+    """What the units of `allocate_at_one_price` would take at each of several prices: (prices,) float32 on the CPU."""
+    price_per_byte = cost[:, None].float()
+    taken = [
+        cost.gather(1, torch.add(distortion, price_per_byte, alpha=price).argmin(-1)).sum()
+        for price in prices
+    ]
+    return torch.stack(taken).float().cpu()

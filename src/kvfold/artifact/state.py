@@ -219,7 +219,11 @@ def _layer_state(layer: Any, index: int, tensors: dict[str, torch.Tensor]) -> di
         )
     observer = layer.block_observer
     block: dict[str, Any] = {"count": observer.count}
-    for name, tensor in (("mass", observer.mass), ("energy", observer.energy)):
+    for name, tensor in (
+        ("mass", observer.mass),
+        ("squares", observer.squares),
+        ("energy", observer.energy),
+    ):
         block[name] = None if tensor is None else put(f"block.{name}", tensor)
     started = layer.keys is not None and layer.values is not None
     return {
@@ -342,6 +346,7 @@ def _rebuild(
                 _restore_folded(layer, state, tensors, device)
                 if str(index) in manifest["model"]["weights"]:
                     layer.module, layer.identity = weakref.ref(modules[index]), identity_of(modules[index])
+                    layer._rotary(modules[index])  # in memory from now on, as it was
             else:
                 _restore_stock(layer, state, tensors, device)
         if cache.get_seq_length() != manifest["tokens"]:
@@ -385,8 +390,8 @@ def _restore_folded(
         )
     block = state["block"]
     layer.block_observer.count = block["count"]
-    layer.block_observer.mass = None if block["mass"] is None else tensors[block["mass"]].to(device)
-    layer.block_observer.energy = None if block["energy"] is None else tensors[block["energy"]].to(device)
+    for name in ("mass", "squares", "energy"):
+        setattr(layer.block_observer, name, None if block[name] is None else tensors[block[name]].to(device))
     layer.recording, layer.reopen = bool(state["recording"]), bool(state["reopen"])
 
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from kvfold.cli.ask import ask as ask_command
+from kvfold.cli.calibrate import calibrate as calibrate_command
 from kvfold.cli.chat import chat as chat_command
 from kvfold.cli.console import Commands
 from kvfold.cli.demo import demo as demo_command
@@ -53,6 +54,7 @@ for _command, _example in (
     (chat_command, "report.kvf"),
     (inspect_command, "report.kvf --png heat.png"),
     (methods_command, "--json"),
+    (calibrate_command, "rdkv demo --text novel.txt -o table.json"),
     (doctor_command, ""),
     (demo_command, "--keep 0.1"),
 ):

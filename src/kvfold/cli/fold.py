@@ -47,6 +47,12 @@ def fold(
     option: Annotated[
         list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="A method option; repeatable.")
     ] = None,
+    calibration: Annotated[
+        str | None,
+        typer.Option(
+            "--calibration", metavar="FILE", help="Tables from `kvfold calibrate`, for rdkv-published."
+        ),
+    ] = None,
     chunk_size: Annotated[
         int | None, typer.Option("--chunk-size", min=1, help="Read the document this many tokens at a time.")
     ] = None,
@@ -62,15 +68,18 @@ def fold(
     check_choice("--device", device, DEVICES)
     name, text = read_document(document)
     path = output or _default_output(document)
-    _check_output(path)
+    check_output(path)
     if not text.strip():
         raise KvfoldError(f"{name} is empty: give a document with at least one word")
 
     from kvfold.cli.options import build_method
 
-    chosen = build_method(
-        method, {"keep": keep, "bits_per_element": bits_per_element, "tokens": tokens}, option or []
-    )
+    given: dict[str, Any] = {"keep": keep, "bits_per_element": bits_per_element, "tokens": tokens}
+    if calibration is not None:
+        from kvfold.methods.rdkv_published import load_table
+
+        given |= load_table(Path(calibration).expanduser())
+    chosen = build_method(method, given, option or [])
 
     from kvfold.artifact import save
     from kvfold.cli.models import load_model
@@ -181,7 +190,7 @@ def _default_output(document: str) -> str:
     return Path(document).with_suffix(".kvf").name
 
 
-def _check_output(path: str) -> None:
+def check_output(path: str) -> None:
     """Refuse, before any work, a local path that cannot be written."""
     if "://" in path:
         return

@@ -15,6 +15,8 @@ _BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, 
 def build_method(name: str, given: dict[str, Any], options: Iterable[str]) -> Any:
     """A method from its name, options that have flags of their own, and `name=value` texts.
 
+    A table may be given as `value_error=@table.json`, from a file that `kvfold calibrate` wrote.
+
     Raises
     ------
     KvfoldError
@@ -29,6 +31,11 @@ def build_method(name: str, given: dict[str, Any], options: Iterable[str]) -> An
         key = key.strip().replace("-", "_")
         if not equals or not key:
             raise KvfoldError(f"--option {option}: write it as name=value")
+        if text.startswith("@") and key in ("value_error", "key_error"):
+            from kvfold.methods.rdkv_published import load_table
+
+            values[key] = load_table(text[1:])[key]
+            continue
         values[key] = parse(text.strip(), types_[key], key) if key in types_ else text
     try:
         return make_method(name, **values)

@@ -1,19 +1,21 @@
 """Codebook values straight from packed bytes: one table look-up a byte, no unpacking.
 
-A byte of a 4-bit plane holds codes i and i + m of a row (see `packing`), so a table of 256 pairs turns m bytes into
-2 m values in the order 0, m, 1, m + 1, ... `order` gives that order; whoever multiplies by the values permutes the other
-operand once instead of sorting them.
+`packing.pack` puts codes i, i + m, ... of a row into its byte i. `pack` here hands it the codes in such an order that
+neighbours share a byte, and a table of 256 tuples then turns bytes into values in plain order. Rows of any number of
+lengths that follow each other in one buffer need one look-up only.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from kvfold.codecs import packing
 from kvfold.codecs.codebook import gaussian_levels
-from kvfold.codecs.packing import unpack
 
 _WHOLE = {2: torch.complex128, 4: torch.float64, 8: torch.float32}
 """A dtype as wide as all float32 values of one byte: gathering single elements is much faster than short rows."""
@@ -33,33 +35,53 @@ def _table(bits: int, device: torch.device) -> Tensor:
     return levels[codes].contiguous().view(_WHOLE[bits]).flatten().to(device)
 
 
-@cache
-def order(n: int, bits: int) -> Tensor:
-    """Where each of the values that `values` returns stands in its row: (n,) int64 on the CPU.
-
-    Rows whose last byte is not full come back in plain order.
-    """
-    per_byte = 8 // bits if bits in _WHOLE else 1
-    if n % per_byte:
-        return torch.arange(n)
-    return torch.arange(n).view(per_byte, -1).t().flatten()
-
-
-def values(packed: Tensor, bits: int, n: int) -> Tensor:
-    """Levels of N(0, 1)'s Lloyd-Max codebook for packed codes.
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Pack rows of codes for `values`.
 
     Parameters
     ----------
-    packed : (rows, packed_bytes(n, bits)) uint8
+    codes : (rows, n) uint8
     bits : int
-    n : int
-        Codes in a row.
 
     Returns
     -------
-    (rows, n) float32, columns in the order that `order(n, bits)` tells.
+    (rows, packed_bytes(n, bits)) uint8
     """
-    if bits in _WHOLE and n % (8 // bits) == 0:
-        found = _table(bits, packed.device).index_select(0, packed.flatten().int())
-        return found.view(torch.float32).view(packed.shape[0], n)
-    return _levels(bits, packed.device)[unpack(packed, bits, n).long()]
+    if bits in _WHOLE:
+        per_byte = 8 // bits
+        rows, n = codes.shape
+        codes = pad(codes, (0, -n % per_byte)).view(rows, -1, per_byte).transpose(1, 2).reshape(rows, -1)
+    return packing.pack(codes, bits)
+
+
+def values(packed: Tensor, bits: int, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """Levels of N(0, 1)'s Lloyd-Max codebook for blocks of packed rows.
+
+    Parameters
+    ----------
+    packed : (bytes,) uint8
+        Blocks of rows from `pack`, one after the other.
+    bits : int
+    shapes : sequence of (rows, n)
+        Rows of each block and codes in a row.
+
+    Returns
+    -------
+    list of (rows, n) float32
+        Views whose rows may lie further apart than n.
+    """
+    if bits in _WHOLE:
+        found = _table(bits, packed.device).index_select(0, packed.int()).view(torch.float32)
+        per_byte = 8 // bits
+        blocks, start = [], 0
+        for rows, n in shapes:
+            width = -(-n // per_byte) * per_byte
+            blocks.append(found.as_strided((rows, n), (width, 1), start))
+            start += rows * width
+        return blocks
+    sizes = [rows * packing.packed_bytes(n, bits) for rows, n in shapes]
+    levels = _levels(bits, packed.device)
+    return [
+        levels[packing.unpack(block.view(rows, -1), bits, n).int()]
+        for block, (rows, n) in zip(packed.split(sizes), shapes, strict=True)
+    ]

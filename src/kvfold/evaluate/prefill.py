@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 import torch
 
-from kvfold.api import fold
+from kvfold.api import prefill
 from kvfold.hf.cache import FoldedCache
-from kvfold.hf.support import CACHE_KEYWORD
+from kvfold.hf.support import CACHE_KEYWORD, check_supported
 from kvfold.methods.base import LayerView, Method, Needs
 from kvfold.methods.full import Full
 from kvfold.stores.base import Store
@@ -22,7 +22,7 @@ class _Recorder(Method):
 
     name = "recorder"
     paper = "internal"
-    wants: Needs = Needs()
+    wants: Needs = field(default_factory=Needs)
     views: list[LayerView] = field(default_factory=list)
 
     @property
@@ -56,7 +56,7 @@ class Prefill:
 
     Attributes
     ----------
-    logits : (batch, vocabulary) float32
+    logits : (batch, vocabulary)
         Next-token logits after the prompt.
     """
 
@@ -74,9 +74,11 @@ class Prefill:
             sampled=max(need.sampled for need in needs),
             rotary=any(need.rotary for need in needs),
         )
+        check_supported(model)
         self.model, self.tokens = model, input_ids.shape[1]
         recorder = _Recorder(wants=wants)
-        self._exact = fold(model, input_ids, recorder, attention_mask)
+        self._exact = FoldedCache(recorder, model.config, prompt_tokens=self.tokens)
+        self.logits = prefill(model, self._exact, input_ids, attention_mask)
         self.views = recorder.views
 
     def fold(self, method: Method) -> FoldedCache:

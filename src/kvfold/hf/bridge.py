@@ -93,7 +93,9 @@ def _release() -> None:
 
 def _wrap(get_interface: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(get_interface)
-    def wrapped(self: AttentionInterface, attn_implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapped(
+        self: AttentionInterface, attn_implementation: str, default: Callable[..., Any]
+    ) -> Callable[..., Any]:
         return _bridge(get_interface(self, attn_implementation, default))
 
     return wrapped

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvfold.errors import KvfoldError
 from kvfold.hf import bridge
 from kvfold.hf.layer import FoldedLayer
 from kvfold.hf.rotary import ModelRotary, rotary_of, uses_rotary
 from kvfold.hf.support import check_version, folds, stock_layers, text_config
-from kvfold.ledger import Ledger, tensor_bytes
+from kvfold.ledger import Ledger, storage_bytes, tensor_bytes, tensors_in
 from kvfold.methods.base import LayerView, Method
 
 if TYPE_CHECKING:
@@ -56,9 +56,12 @@ class FoldedCache(Cache):
     ):
         check_version()
         if not isinstance(method, Method):
-            raise KvfoldError(f"method must be a kvfold Method, such as RDKV(keep=0.1), not {type(method).__name__}")
+            raise KvfoldError(
+                f"method must be a kvfold Method, such as RDKV(keep=0.1), not {type(method).__name__}"
+            )
         if prompt_tokens is not None and prompt_tokens < 1:
             raise KvfoldError(f"prompt_tokens must be at least 1, not {prompt_tokens}")
+        self.layers: list[CacheLayerMixin]
         super().__init__(layers=[])
         self.method = method
         self.config: Any = None
@@ -68,6 +71,7 @@ class FoldedCache(Cache):
         self.report: list[dict[str, Any]] = []
         """One entry a segment: tokens, real tokens of the longest row, whether it was folded, generated or prompt."""
         self._views: dict[int, LayerView] = {}
+        self._account: dict[int, dict[str, Any]] = {}
         self._recording = False
         self._rotaries: dict[tuple[type, torch.device, bool], ModelRotary | None] = {}
         if config is not None:
@@ -124,16 +128,41 @@ class FoldedCache(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Hand new states to a layer (see `transformers.Cache.update`)."""
         while len(self.layers) <= layer_idx:
-            self.layers.append(FoldedLayer(self, len(self.layers)))
-            self.layers[-1].recording = self._recording
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+            new = FoldedLayer(self, len(self.layers))
+            new.recording = self._recording
+            self.layers.append(new)
+        states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        _let_go(self.layers[layer_idx])
+        return states
+
+    def get_conv_state(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        """A linear layer's state (see `transformers.Cache.get_conv_state`)."""
+        self._need_layers()
+        return super().get_conv_state(*args, **kwargs)
+
+    def update_conv_state(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Hand a linear layer its new state (see `transformers.Cache.update_conv_state`)."""
+        self._need_layers()
+        return super().update_conv_state(*args, **kwargs)
+
+    def _need_layers(self) -> None:
+        if not self.layers:
+            raise KvfoldError("the model's first layer is not attention: give the cache config=model.config")
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last tokens from every layer (see `transformers.Cache.crop`)."""
+        super().crop(tokens_to_remove)
+        for layer in self.layers:
+            _let_go(layer)
 
     # ---- folding ----
 
     def fold_layer(self, layer: FoldedLayer, view: LayerView) -> None:
         """Fold one layer now, or all of them once the last has been seen, as the method's granularity says."""
+        layers = self.folded_layers
+        view.account, view.folding_layers = self._account, len(layers)
         self._views[layer.layer_idx] = view
-        if self.method.granularity == "model" and layer is not self.folded_layers[-1]:
+        if self.method.granularity == "model" and layer is not layers[-1]:
             return
         views, self._views = self._views, {}
         stores = self.method.fold([views[index] for index in sorted(views)])
@@ -144,12 +173,19 @@ class FoldedCache(Cache):
             self.note(index, store.tokens, max(view.real_tokens), folded=True, generated=view.generated)
             if self.progress is not None and not view.generated:
                 self.progress(index, self.num_layers)
+        if layer is layers[-1]:
+            self._account = {}
 
     def note(self, layer_idx: int, tokens: int, real_tokens: int, *, folded: bool, generated: bool) -> None:
         """Report a segment once, when its first layer is done."""
         if layer_idx != self.folded_layers[0].layer_idx:
             return
-        entry: dict[str, Any] = {"tokens": tokens, "real_tokens": real_tokens, "folded": folded, "generated": generated}
+        entry: dict[str, Any] = {
+            "tokens": tokens,
+            "real_tokens": real_tokens,
+            "folded": folded,
+            "generated": generated,
+        }
         if not folded:
             entry["why"] = f"at most {self.method.shortest} tokens: too short to fold with {self.method.name}"
         self.report.append(entry)
@@ -180,6 +216,12 @@ class FoldedCache(Cache):
             self._rotaries[key] = rotary_of(module)
         return self._rotaries[key]
 
+    def forget_angles(self) -> None:
+        """Drop the rotary angles that the layers of one step shared."""
+        for rotary in self._rotaries.values():
+            if rotary is not None:
+                rotary.forget()
+
     # ---- bytes ----
 
     def ledger(self) -> Ledger:
@@ -189,16 +231,15 @@ class FoldedCache(Cache):
             if isinstance(layer, FoldedLayer):
                 ledgers.append(layer.ledger())
             else:
-                states = [t for t in vars(layer).values() if isinstance(t, torch.Tensor)]
-                count = sum(tensor_bytes(tensor) for tensor in states)
+                count = storage_bytes(tensors_in(vars(layer)))
                 ledgers.append(Ledger({"stock layers": count} if count else {}, count))
         tables = sum(tensor_bytes(table) for table in self.rotary_tables())
         return Ledger.merge([*ledgers, Ledger({"rotary": tables} if tables else {})])
 
     def rotary_tables(self) -> list[torch.Tensor]:
-        """Frequencies of the rotary embeddings in use."""
+        """Frequencies of the rotary embeddings in use, and angles while a step runs."""
         found = [rotary for rotary in self._rotaries.values() if rotary is not None]
-        return [buffer for rotary in found for buffer in rotary.embedding.buffers()]
+        return [table for rotary in found for table in rotary.tables()]
 
     def widths(self) -> list[list[dict[str, dict[int, int]]]]:
         """Bits by layer and KV head of the folded segments: see `Store.widths`."""
@@ -215,8 +256,18 @@ class FoldedCache(Cache):
             result.append(heads)
         return result
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str], extra: dict[str, Any] | None = None) -> None:
         """Write the folded cache to a local path or any fsspec URL; see `kvfold.artifact.save`."""
         from kvfold.artifact import save
 
-        save(self, path)
+        save(self, path, extra)
+
+
+def _let_go(layer: Any) -> None:
+    """Copy what a stock sliding layer keeps: a view would keep the whole prompt in memory."""
+    if isinstance(layer, FoldedLayer):
+        return
+    for name in ("keys", "values"):
+        states = getattr(layer, name, None)
+        if isinstance(states, torch.Tensor) and tensor_bytes(states) < states.untyped_storage().nbytes():
+            setattr(layer, name, states.clone())

@@ -42,7 +42,9 @@ class Segment:
         if len(used) == self.store.rows:
             return self
         store = self.store.select(used)
-        return Segment(store, None if torch.equal(rows, torch.arange(store.rows, device=rows.device)) else rows)
+        return Segment(
+            store, None if torch.equal(rows, torch.arange(store.rows, device=rows.device)) else rows
+        )
 
 
 class FoldedLayer(CacheLayerMixin):
@@ -235,6 +237,8 @@ class FoldedLayer(CacheLayerMixin):
             result = output.transpose(1, 2).contiguous().to(query.dtype), None
         with torch.no_grad():
             self._after_attention(call, query, key, parts)
+        if self.segments and self.cache.folded_layers[-1] is self:
+            self.cache.forget_angles()
         return result
 
     def _recognise(self, module: torch.nn.Module, new: int) -> None:
@@ -255,9 +259,7 @@ class FoldedLayer(CacheLayerMixin):
     def _parts(self, call: _Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> list[Part]:
         """Attention over each segment, then over the tail, then the model's sinks if it has them."""
         context = AttendContext(call.scaling, call.softcap, call.expand, self._rotary(call.module))
-        parts = [
-            segment.store.attend(query, segment.rows, context) for segment in self.segments
-        ]
+        parts = [segment.store.attend(query, segment.rows, context) for segment in self.segments]
         parts.append(attend(query, key, value, call.scaling, call.tail_mask(), call.softcap))
         if call.sinks is not None:
             lse = call.sinks.float().view(1, -1, 1).expand(query.shape[:3])
@@ -266,7 +268,9 @@ class FoldedLayer(CacheLayerMixin):
 
     # ---- folding ----
 
-    def _after_attention(self, call: _Call, query: torch.Tensor, key: torch.Tensor, parts: list[Part]) -> None:
+    def _after_attention(
+        self, call: _Call, query: torch.Tensor, key: torch.Tensor, parts: list[Part]
+    ) -> None:
         end = self.cache.prompt_end
         start = self.folded_tokens
         told = end is not None and start < end and self.get_seq_length() - call.new < end
@@ -303,9 +307,7 @@ class FoldedLayer(CacheLayerMixin):
             sinks = call.sinks.float().view(1, -1, 1).expand(query.shape[:3])
             other_lse = sinks if other_lse is None else torch.logaddexp(other_lse, sinks)
         valid = call.valid[:, :, : key.shape[2]]
-        self.prompt_observer.observe(
-            query, key, valid, call.scaling, call.softcap, other_lse, self.kv_heads
-        )
+        self.prompt_observer.observe(query, key, valid, call.scaling, call.softcap, other_lse, self.kv_heads)
 
     @property
     def kv_heads(self) -> int:
@@ -358,7 +360,10 @@ class FoldedLayer(CacheLayerMixin):
         view.queries = observer.queries
         view.mass, view.seen_by = observer.mass, observer.seen_by
         if observer.sampled:
-            view.sampled, view.sampled_index = torch.cat(observer.sampled, 2), torch.cat(observer.sampled_index)
+            view.sampled, view.sampled_index = (
+                torch.cat(observer.sampled, 2),
+                torch.cat(observer.sampled_index),
+            )
         self.cache.fold_layer(self, view)
         return True
 
@@ -366,11 +371,22 @@ class FoldedLayer(CacheLayerMixin):
         block = self.cache.method.block
         if not block or self.tail <= block:
             return
-        lse = merge(parts)[1] if parts else attend(query, key, key, call.scaling, call.tail_mask(), call.softcap)[1]
+        lse = (
+            merge(parts)[1]
+            if parts
+            else attend(query, key, key, call.scaling, call.tail_mask(), call.softcap)[1]
+        )
         mask = call.tail_mask()
         visible = None if mask is None else _visible(mask)[..., :block]
         self.block_observer.observe(
-            query, key[:, :, :block], visible, lse, call.scaling, call.softcap, self.kv_heads, self._key_dim(call)
+            query,
+            key[:, :, :block],
+            visible,
+            lse,
+            call.scaling,
+            call.softcap,
+            self.kv_heads,
+            self._key_dim(call),
         )
         if self.tail < 2 * block:
             return

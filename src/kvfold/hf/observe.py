@@ -64,7 +64,10 @@ class PromptObserver:
             self.sampled.append(query[:, :, index - first].clone())
             self.sampled_index.append(index)
         if self.needs.all_queries:
-            causal = torch.arange(tokens, device=key.device) <= torch.arange(first, tokens, device=key.device)[:, None]
+            causal = (
+                torch.arange(tokens, device=key.device)
+                <= torch.arange(first, tokens, device=key.device)[:, None]
+            )
             real = valid.any(1)[:, first:]
             mask = causal & valid[:, :, None, :] & real[:, None, :, None]
             mass = column_mass(query, key, scaling, mask, softcap, other_lse, kv_heads)
@@ -116,7 +119,11 @@ class BlockObserver:
         """
         batch, heads, new, _ = query.shape
         key_heads, block = key.shape[1:3]
-        scores = query.float().reshape(batch, key_heads, -1, query.shape[-1]) @ key.float().transpose(-1, -2) * scaling
+        scores = (
+            query.float().reshape(batch, key_heads, -1, query.shape[-1])
+            @ key.float().transpose(-1, -2)
+            * scaling
+        )
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
         scores = scores.view(batch, heads, new, block)

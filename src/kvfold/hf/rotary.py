@@ -10,6 +10,9 @@ import torch
 
 from kvfold.hf.support import text_config
 
+KEPT_ANGLES = 512
+"""Positions of the longest call whose angles are kept."""
+
 
 class ModelRotary:
     """Rotate and un-rotate with the functions of the model's own modelling file.
@@ -21,17 +24,48 @@ class ModelRotary:
     ----------
     embedding : module mapping (x, position_ids (1, tokens)) to (cos, sin)
     apply : callable (q, k, cos, sin) -> (q, k)
+    layer_type : str, optional
+        Which of its kinds an embedding with several (gemma3) is to use.
     """
 
-    def __init__(self, embedding: torch.nn.Module, apply: Callable[..., Any]):
+    def __init__(self, embedding: torch.nn.Module, apply: Callable[..., Any], layer_type: str | None = None):
         self.embedding, self.apply = embedding, apply
-        self.scale = float(getattr(embedding, "attention_scaling", 1.0))
+        self.options = {} if layer_type is None else {"layer_type": layer_type}
+        name = "attention_scaling" if layer_type is None else f"{layer_type}_attention_scaling"
+        self.scale = float(getattr(embedding, name, 1.0))
+        self._recent: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+    def cos_sin(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines (1, tokens, rotary_dim) at positions (1, tokens), times the scale, on the device of x."""
+        cos, sin = self.embedding(x, positions, **self.options)
+        return cos, sin
+
+    def tables(self) -> list[torch.Tensor]:
+        """Every live tensor: frequencies and the latest angles."""
+        return [*self.embedding.buffers(), *(tensor for entry in self._recent for tensor in entry)]
+
+    def forget(self) -> None:
+        """Drop the latest angles."""
+        self._recent = []
+
+    def _angles(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`cos_sin` in float32; those of the last two short calls are kept.
+
+        Every layer of a decode step asks for the same two sets of positions.
+        """
+        positions = positions.reshape(1, -1).to(x.device)
+        for known, cos, sin in self._recent:
+            if known.device == x.device and known.shape == positions.shape and torch.equal(known, positions):
+                return cos, sin
+        cos, sin = (angle.float() for angle in self.cos_sin(x, positions))
+        if positions.shape[1] <= KEPT_ANGLES:
+            self._recent = [*self._recent[-1:], (positions.clone(), cos, sin)]
+        return cos, sin
 
     def _turn(self, x: torch.Tensor, positions: torch.Tensor, backwards: bool) -> torch.Tensor:
         shape = x.shape
         flat = x.float().reshape(1, -1, *shape[-2:])
-        cos, sin = self.embedding(flat, positions.reshape(1, -1).to(x.device))
-        cos, sin = cos.float(), sin.float()
+        cos, sin = self._angles(flat, positions)
         scale = self.scale
         turned, _ = self.apply(flat, flat[:, :1], cos / scale, (-sin if backwards else sin) / scale)
         rotary_dims = cos.shape[-1]
@@ -50,11 +84,15 @@ class ModelRotary:
 
 
 def uses_rotary(module: torch.nn.Module) -> bool:
-    """False for the layers without RoPE of models that mix both kinds (smollm3, cohere2's full attention)."""
-    if getattr(module, "use_rope", True) is False:
+    """False for the layers without RoPE of models that mix both kinds (smollm3, full attention of cohere2, exaone4)."""
+    if not getattr(module, "use_rope", True):
         return False
-    cohere2 = type(module).__name__.startswith("Cohere2")
-    return not (cohere2 and getattr(module, "sliding_window", None) is None)
+    name, windowed = type(module).__name__, getattr(module, "sliding_window", None) is not None
+    if name.startswith("Cohere2"):
+        return windowed or bool(getattr(module, "force_rope", False))
+    if name.startswith("Exaone"):
+        return not windowed or bool(getattr(module, "is_sliding", True))
+    return not name.startswith("Afmoe") or bool(getattr(module, "is_local_attention", True))
 
 
 def rotary_of(module: torch.nn.Module) -> ModelRotary | None:
@@ -72,9 +110,12 @@ def rotary_of(module: torch.nn.Module) -> ModelRotary | None:
     if not uses_rotary(module):
         return None
     parameters = getattr(config, "rope_parameters", None) or {}
-    if parameters.get("rope_type", "default") in ("dynamic", "longrope") or any(
-        isinstance(value, dict) for value in parameters.values()
-    ):
+    layer_type = None
+    if any(isinstance(value, dict) for value in parameters.values()):
+        # Each layer type has its own (gemma3); the embedding is then told which.
+        layer_type = config.layer_types[module.layer_idx]
+        parameters = parameters.get(layer_type) or {}
+    if parameters.get("rope_type", "default") in ("dynamic", "longrope"):
         return None
     stem = type(module).__name__.removesuffix("Attention")
     embedding_class = getattr(source, f"{stem}RotaryEmbedding", None)
@@ -82,7 +123,9 @@ def rotary_of(module: torch.nn.Module) -> ModelRotary | None:
         return None
     with torch.no_grad():
         device = next(module.parameters()).device
-        rotary = ModelRotary(embedding_class(config=config).to(device), apply)
-        cos, _ = rotary.embedding(torch.zeros(1, 1, 1, device=device), torch.zeros(1, 1, dtype=torch.long, device=device))
+        rotary = ModelRotary(embedding_class(config=config).to(device), apply, layer_type)
+        cos, _ = rotary.cos_sin(
+            torch.zeros(1, 1, 1, device=device), torch.zeros(1, 1, dtype=torch.long, device=device)
+        )
     head_dim = int(getattr(module, "head_dim", 0) or cos.shape[-1])
     return None if rotary.scale != 1 and cos.shape[-1] != head_dim else rotary

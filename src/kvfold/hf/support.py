@@ -9,6 +9,7 @@ from typing import Any
 import transformers
 from packaging.version import Version
 from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.modeling_utils import AttentionInterface
 
 from kvfold.errors import UnsupportedModelError
 
@@ -16,6 +17,7 @@ MINIMUM_TRANSFORMERS = "5.16"
 
 CACHE_KEYWORD = "cache" if Version(transformers.__version__) >= Version("5.24.dev0") else "past_key_values"
 """Name under which models and `generate` take a cache."""
+
 
 def check_version() -> None:
     """Refuse a transformers that lacks the cache interface kvfold speaks."""
@@ -40,12 +42,10 @@ def check_supported(model: Any) -> None:
     config = model.config
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{name} is an encoder-decoder model; kvfold folds decoder-only models")
-    module = sys.modules.get(type(model).__module__)
-    supports = getattr(model, "_supports_attention_backend", False)
-    if not supports or (module is not None and not hasattr(module, "ALL_ATTENTION_FUNCTIONS")):
+    if not _attends_through_interface(model):
         raise UnsupportedModelError(
             f"{name} does not call transformers' attention interface, so its attention cannot read a folded cache;"
-            " use a model whose class has _supports_attention_backend = True (llama, qwen, mistral, gemma, ...)"
+            " use a model whose modelling file takes it from ALL_ATTENTION_FUNCTIONS (llama, qwen, mistral, gemma, ...)"
         )
     implementation = getattr(config, "_attn_implementation", None)
     if implementation is not None and "flex" in implementation:
@@ -55,6 +55,22 @@ def check_supported(model: Any) -> None:
         )
     if not any(folds(layer) for layer in stock_layers(config)):
         raise UnsupportedModelError(f"{name} has no full-attention layer, so there is nothing to fold")
+
+
+def _attends_through_interface(model: Any) -> bool:
+    """Whether the modelling file of a layer that has a cache fetches attention from the interface.
+
+    The file tells, not the class attribute `_supports_attention_backend`, which hybrid models leave False for their
+    linear layers' sake. Layers that have a cache know their `layer_idx`; a vision tower's do not.
+    """
+    sources = {
+        cls.__module__
+        for module in model.modules()
+        if isinstance(getattr(module, "layer_idx", None), int)
+        for cls in type(module).__mro__
+    }
+    functions = (getattr(sys.modules.get(source), "ALL_ATTENTION_FUNCTIONS", None) for source in sources)
+    return any(isinstance(found, AttentionInterface) for found in functions)
 
 
 def text_config(config: Any) -> Any:

@@ -10,6 +10,10 @@ Part = tuple[torch.Tensor, torch.Tensor]
 """(output (batch, heads, queries, value_dim) float32, log-sum-exp (batch, heads, queries) float32)."""
 
 
+BLOCK_ELEMENTS = (1 << 26, 1 << 20)
+"""Elements of the largest temporary of `column_mass`: where memory is fast, and on a CPU, whose cache should hold it."""
+
+
 def soft_cap(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
     """Gemma-2 style capping of attention logits; None leaves them alone."""
     return scores if softcap is None else torch.tanh(scores / softcap) * softcap
@@ -28,13 +32,22 @@ def softmax_part(scores: torch.Tensor, values: torch.Tensor) -> Part:
     (output, log-sum-exp); a query that sees nothing has output 0 and log-sum-exp -inf.
     """
     if scores.shape[-1] == 0:
-        return scores.new_zeros(*scores.shape[:-1], values.shape[-1]), scores.new_full(scores.shape[:-1], -torch.inf)
-    peak = scores.amax(-1, keepdim=True)
-    peak = torch.where(peak == -torch.inf, torch.zeros_like(peak), peak)
-    weights = torch.exp(scores - peak)
-    mass = weights.sum(-1, keepdim=True)
-    output = weights @ values / mass.clamp_min(torch.finfo(mass.dtype).tiny)
-    return output, (mass.log() + peak).squeeze(-1)
+        return scores.new_zeros(*scores.shape[:-1], values.shape[-1]), scores.new_full(
+            scores.shape[:-1], -torch.inf
+        )
+    weights, lse = softmax_lse(scores)
+    return (weights @ values).masked_fill(lse[..., None] == -torch.inf, 0), lse
+
+
+def softmax_lse(scores: torch.Tensor) -> Part:
+    """Weights and log-sum-exp of logits (..., tokens), at least one token; weights are NaN where all are -inf.
+
+    torch's softmax is one pass, and several times faster on a CPU than its exp; the largest weight tells the sum.
+    """
+    peak = scores.amax(-1)
+    weights = torch.softmax(scores, -1)
+    lse = peak - weights.amax(-1).log()
+    return weights, torch.where(peak == -torch.inf, peak, lse)
 
 
 def merge(parts: Sequence[Part]) -> Part:
@@ -114,7 +127,7 @@ def column_mass(
     other_lse: torch.Tensor | None = None,
     kv_heads: int | None = None,
     squared: bool = False,
-    block: int = 128,
+    block: int | None = None,
 ) -> torch.Tensor:
     """Attention mass that each key receives from all queries: column sums, without the whole matrix.
 
@@ -123,7 +136,7 @@ def column_mass(
     query : (batch, heads, queries, key_dim)
     key : (batch, key_heads, tokens, key_dim)
     scaling : float
-    mask : (batch, 1 or kv_heads, queries, tokens) bool, True where visible, optional
+    mask : (batch, 1 or kv_heads, 1 or queries, tokens) bool, True where visible, optional
     softcap : float, optional
     other_lse : (batch, heads, queries) float32, optional
         Log-sum-exp of tokens outside `key` that share the softmax.
@@ -131,8 +144,9 @@ def column_mass(
         Heads of the result (default: key_heads; 1 where keys were expanded from one latent).
     squared : bool
         Sum the squares of the attention weights instead.
-    block : int
-        Queries at a time: the largest temporary is (batch, heads, block, tokens).
+    block : int, optional
+        Queries at a time: the largest temporary is (batch, heads, block, tokens). By default few enough for it to
+        stay in a processor's cache.
 
     Returns
     -------
@@ -141,20 +155,32 @@ def column_mass(
     batch, heads, queries, _ = query.shape
     key_heads, tokens = key.shape[1:3]
     group = heads // key_heads
-    key_t = key.float().transpose(-1, -2)
+    if block is None:
+        block = max(1, BLOCK_ELEMENTS[query.device.type == "cpu"] // max(batch * heads * tokens, 1))
+    if mask is not None and mask.stride(2) == 0:
+        mask = mask[:, :, :1]
+    if mask is not None and mask.shape[2] == 1 and bool(mask.all()):
+        mask = None
+    key_t = key.float().transpose(-1, -2).contiguous()
     mass = key_t.new_zeros(batch, key_heads, tokens)
     for start in range(0, queries, block):
-        part = query[:, :, start : start + block].float()
+        part = query[:, :, start : start + block].float() * scaling
         count = part.shape[2]
-        scores = part.reshape(batch, key_heads, group * count, -1) @ key_t * scaling
-        scores = soft_cap(scores, softcap).view(batch, key_heads, group, count, tokens)
+        scores = soft_cap(part.reshape(batch, key_heads, group * count, -1) @ key_t, softcap)
+        seen = None
         if mask is not None:
-            scores = scores.masked_fill(~mask[:, :, None, start : start + block], -torch.inf)
-        lse = torch.logsumexp(scores, -1)
+            visible = mask if mask.shape[2] == 1 else mask[:, :, start : start + block]
+            scores.view(batch, key_heads, group, count, tokens).masked_fill_(~visible[:, :, None], -torch.inf)
+            seen = visible.any(-1, keepdim=True)[:, :, None].expand(-1, key_heads, group, count, 1)
         if other_lse is not None:
-            outside = other_lse[:, :, start : start + block].view(batch, key_heads, group, count)
-            lse = torch.logaddexp(lse, outside.float())
-        lse = torch.where(lse == -torch.inf, torch.zeros_like(lse), lse)
-        weights = torch.exp(scores - lse[..., None])
-        mass += (weights.square() if squared else weights).sum((2, 3))
+            outside = (
+                other_lse[:, :, start : start + block].reshape(batch, key_heads, group * count, 1).float()
+            )
+            total = torch.logaddexp(torch.logsumexp(scores, -1, keepdim=True), outside)
+            weights = scores.sub_(total.clamp_min(torch.finfo(total.dtype).min)).exp_()
+        else:
+            weights = torch.softmax(scores, -1)
+            if seen is not None and not bool(seen.all()):
+                weights.masked_fill_(~seen.reshape(batch, key_heads, group * count, 1), 0)
+        mass += (weights.square_() if squared else weights).sum(2)
     return mass if kv_heads in (None, key_heads) else mass.view(batch, kv_heads, -1, tokens).sum(2)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from kvfold.methods.baselines import KIVI, SnapKV
 from kvfold.methods.base import LayerView, Method, Needs
+from kvfold.methods.baselines import KIVI, SnapKV
 from kvfold.methods.full import Full
 from kvfold.methods.rdkv import RDKV
 from kvfold.methods.rdkv_published import PublishedRDKV
@@ -28,8 +28,21 @@ def make_method(name: str, **options: Any) -> Method:
     known = [field.name for field in fields(METHODS[name])]
     unknown = sorted(set(options) - set(known))
     if unknown:
-        raise ValueError(f"method {name!r} has no option {', '.join(unknown)}: it has {', '.join(known) or 'none'}")
+        raise ValueError(
+            f"method {name!r} has no option {', '.join(unknown)}: it has {', '.join(known) or 'none'}"
+        )
     return METHODS[name](**options)
 
 
-__all__ = ["KIVI", "METHODS", "RDKV", "Full", "LayerView", "Method", "Needs", "PublishedRDKV", "SnapKV", "make_method"]
+__all__ = [
+    "KIVI",
+    "METHODS",
+    "RDKV",
+    "Full",
+    "LayerView",
+    "Method",
+    "Needs",
+    "PublishedRDKV",
+    "SnapKV",
+    "make_method",
+]

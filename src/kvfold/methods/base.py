@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -72,6 +72,10 @@ class LayerView:
         generated tokens may share its constants.
     expand : callable or None
         For multi-head latent attention: latent and rotary part to per-head keys and values.
+    folding_layers : int
+        Layers of the model that fold.
+    account : dict
+        Shared by the layers of one prompt while they are folded one after the other: a method's own notes.
     generated : bool
         True for a block of generated tokens, False for a prompt.
     """
@@ -95,6 +99,8 @@ class LayerView:
     rotary: Rotary | None = None
     previous: tuple[Store, torch.Tensor | None] | None = None
     expand: Expand | None = None
+    folding_layers: int = 1
+    account: dict[int, dict[str, Any]] = field(default_factory=dict)
     generated: bool = False
 
     @property

@@ -14,15 +14,17 @@ them one after the other, and gives every head the same budget. Here:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from kvfold.allocate.budget import Budget
-from kvfold.allocate.price import allocate_at_one_price
+from kvfold.allocate.price import allocate_at_one_price, bytes_at_prices
 from kvfold.codecs.affine import dequantise, quantise
 from kvfold.codecs.codebook import decode, encode, gaussian_levels
 from kvfold.errors import BudgetError
@@ -35,6 +37,9 @@ from kvfold.stores.graded import Frame, GradedLayout, GradedStore, normal_keys, 
 
 GAUSSIAN_ERROR = (1.0, 0.3634, 0.1175, 0.03454, 0.009497, 0.002499, 0.000641, 0.000163, 0.000041)
 """Relative squared error of the Lloyd-Max quantiser of N(0, 1) at 0 to 8 bits."""
+
+PRICES = tuple(math.exp(exponent) for exponent in range(-40, 8))
+"""Multipliers at which a layer's appetite is recorded while streaming."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +69,10 @@ class RDKV(Method):
         Water levels: at level r a channel of mean importance gets the width that minimises r * error + bits.
     widths : tuple of int
         Widths from 1 to 8 that a channel or value may get.
-    scope : "model", "layer" or "head"
-        Units that share one multiplier and one budget. "model" needs the exact prompt of every layer at once;
-        "layer" holds one layer's at a time and loses some quality.
+    scope : "model", "stream", "layer" or "head"
+        Units that share one multiplier and one budget. "model" needs the exact prompt of every layer at once. The others
+        hold one layer's at a time: "stream" gives each layer what the multiplier would, judging the layers to come by
+        those it has seen, and spends the whole budget on the way; "layer" and "head" give all the same.
     block_tokens : int
         Generated tokens folded at a time, one block late (0: never).
     """
@@ -85,7 +91,7 @@ class RDKV(Method):
     evict_penalty: float = 2.0
     grades: tuple[float, ...] = (8.0, 32.0, 128.0, 1024.0)
     widths: tuple[int, ...] = (2, 4, 8)
-    scope: Literal["model", "layer", "head"] = "model"
+    scope: Literal["model", "stream", "layer", "head"] = "stream"
     block_tokens: int = 64
 
     def __post_init__(self) -> None:
@@ -108,9 +114,7 @@ class RDKV(Method):
 
     @property
     def needs(self) -> Needs:
-        return Needs(
-            window=self.window, sampled=0 if self.queries == "window" else self.sampled, rotary=True
-        )
+        return Needs(window=self.window, sampled=0 if self.queries == "window" else self.sampled, rotary=True)
 
     @property
     def shortest(self) -> int:
@@ -212,9 +216,9 @@ class RDKV(Method):
         """(layer, heads) that share one multiplier."""
         if self.scope == "head":
             return [[(draft, slice(h, h + 1))] for draft in drafts for h in range(draft.cost.shape[1])]
-        if self.scope == "layer":
-            return [[(draft, slice(None))] for draft in drafts]
-        return [[(draft, slice(None)) for draft in drafts]]
+        if self.scope == "model":
+            return [[(draft, slice(None)) for draft in drafts]]
+        return [[(draft, slice(None))] for draft in drafts]
 
     def _spend(self, pool: list[tuple[_Draft, slice]], row: int) -> None:
         budget = 0
@@ -226,13 +230,43 @@ class RDKV(Method):
         distortion = torch.cat([draft.distortion[row, heads] for draft, heads in pool])
         cost = torch.cat([draft.cost[row, heads] for draft, heads in pool])
         if budget < 0:
-            raise BudgetError("the budget is smaller than the metadata; raise keep, or fold more tokens at once")
+            raise BudgetError(
+                "the budget is smaller than the metadata; raise keep, or fold more tokens at once"
+            )
+        if self.scope == "stream":
+            budget = self._stream(pool[0][0].view, row, budget, distortion, cost)
         choice = allocate_at_one_price(distortion, cost, budget)
+        if self.scope == "stream":
+            pool[0][0].view.account[row]["left"] -= int(cost.gather(1, choice).sum())
         start = 0
         for draft, heads in pool:
             count = draft.cost[row, heads].shape[0]
             draft.choice[row, heads] = choice[start : start + count]
             start += count
+
+    def _stream(self, view: LayerView, row: int, share: int, distortion: Tensor, cost: Tensor) -> int:
+        """Bytes that a layer gets of its own share and of what the layers before it left or overdrew.
+
+        `distortion` and `cost` as for `allocate_at_one_price`; `share` is the layer's equal part of the budget.
+        """
+        account = view.account.setdefault(row, {"left": 0, "layers": 0, "wanted": torch.zeros(len(PRICES))})
+        account["left"] += share
+        account["layers"] += 1
+        wanted = bytes_at_prices(distortion, cost, PRICES)
+        account["wanted"] += wanted
+        ahead = view.folding_layers - account["layers"]
+        if not ahead:
+            return int(account["left"])
+        typical = account["wanted"] / account["layers"]
+        # What all layers from here on would take at each price, against what there is for them.
+        need, have = wanted + ahead * typical, account["left"] + ahead * share
+        above = int((need > have).sum())
+        if above == 0:
+            return int(min(wanted[0], have))
+        if above == len(PRICES):
+            return int(wanted[-1])
+        part = (have - need[above]) / (need[above - 1] - need[above]).clamp_min(1)
+        return int(wanted[above] + part * (wanted[above - 1] - wanted[above]))
 
     def _draft(self, view: LayerView) -> _Draft:
         """Frame of a layer, and what each token would lose and cost at each grade."""
@@ -244,7 +278,9 @@ class RDKV(Method):
         if not view.generated and self.queries != "window":
             future = [self.future_queries(view, row) for row in range(batch)]
         if future:
-            squares = [query[..., -key_dim:].square().mean(1).view(heads, -1, key_dim).mean(1) for query in future]
+            squares = [
+                query[..., -key_dim:].square().mean(1).view(heads, -1, key_dim).mean(1) for query in future
+            ]
             energy = torch.stack(squares) * view.scaling**2
         else:
             energy = query_energy(view, self.window) * view.scaling**2
@@ -366,7 +402,9 @@ class RDKV(Method):
             value_error += (_lost(w, width).sum(-1) * magnitude)[..., None] * (bits == width)[:, None]
         keys, values = view.keys[row].float(), view.values[row].float()
         key_lost = (dequantise(*quantise(keys, 8)) - keys).square() @ energy[..., None]
-        fine = spread[..., None] * key_lost + (dequantise(*quantise(values, 8)) - values).square().sum(-1, keepdim=True)
+        fine = spread[..., None] * key_lost + (dequantise(*quantise(values, 8)) - values).square().sum(
+            -1, keepdim=True
+        )
         return torch.cat([spread[..., None] * key_error + value_error, fine], -1)
 
 
@@ -386,12 +424,29 @@ class _Draft:
     """of one row"""
 
 
+CELLS = 1 << 14
+"""Cells of the table of nearest levels, over [-REACH, REACH]."""
+REACH = 8.0
+
+
+@cache
+def _nearest_levels(width: int, device: torch.device) -> Tensor:
+    """Level nearest to the middle of each cell."""
+    middles = (torch.arange(CELLS) + 0.5) * (2 * REACH / CELLS) - REACH
+    levels = gaussian_levels(width)
+    return decode(encode(middles, levels), levels).to(device)
+
+
 def _lost(z: Tensor, width: int) -> Tensor:
-    """Squared error of coding N(0, 1) data at a width."""
+    """Squared error of coding N(0, 1) data at a width.
+
+    The level comes from a table: next to a boundary it may be the other neighbour, which is as far away.
+    """
     if width == 0:
         return z.square()
-    levels = gaussian_levels(width).to(z.device)
-    return (z - decode(encode(z.contiguous(), levels), levels)).square()
+    cells = (z + REACH).mul_(CELLS / (2 * REACH)).clamp_(0, CELLS - 1).int()
+    levels = _nearest_levels(width, z.device).index_select(0, cells.flatten())
+    return levels.view_as(z).sub_(z).square_()
 
 
 def _shared_frame(view: LayerView) -> Frame | None:

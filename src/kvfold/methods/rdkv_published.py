@@ -7,8 +7,12 @@ kept, then the key channels over the kept tokens.
 
 from __future__ import annotations
 
+import json
+import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -16,7 +20,7 @@ from torch import Tensor
 
 from kvfold.allocate.budget import Budget
 from kvfold.allocate.knapsack import allocate, allocate_general
-from kvfold.errors import BudgetError
+from kvfold.errors import BudgetError, KvfoldError
 from kvfold.methods.base import LayerView, Method, Needs
 from kvfold.methods.scores import all_mass, key_energy, query_energy, smooth, window_mass
 from kvfold.stores.base import Store
@@ -26,6 +30,36 @@ PUBLISHED_VALUE_ERROR = {0: 1.0, 2: 0.31287, 4: 0.013986, 8: 4.855e-5, 16: 0.0}
 """Relative squared error of a value token by width: the table that the released code ships (Llama-3.1-8B)."""
 PUBLISHED_KEY_ERROR = {0: 1.0, 2: 0.14894, 4: 0.0062426, 8: 2.176e-5, 16: 0.0}
 """The same for a key channel."""
+
+
+def load_table(path: str | os.PathLike[str]) -> dict[str, tuple[tuple[int, float], ...]]:
+    """Options of `PublishedRDKV` from a file that `kvfold calibrate rdkv` wrote.
+
+    Examples
+    --------
+    >>> PublishedRDKV(keep=0.1, **load_table("table.json"))
+
+    Raises
+    ------
+    KvfoldError
+        The file is no such table.
+    OSError
+        It cannot be read.
+    """
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        tables = {
+            name: tuple((int(width), float(error)) for width, error in data[name])
+            for name in ("value_error", "key_error")
+        }
+    except (ValueError, KeyError, TypeError) as failure:
+        raise KvfoldError(
+            f"{path} is no calibration table (kvfold calibrate rdkv makes one): {failure}"
+        ) from failure
+    for name, table in tables.items():
+        if not all(0 <= error < math.inf and 0 <= width <= 16 for width, error in table):
+            raise KvfoldError(f"{path}: {name} has an entry out of range")
+    return tables
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +130,9 @@ class PublishedRDKV(Method):
             for table, field in ((self.value_error, "value_error"), (self.key_error, "key_error")):
                 missing = sorted({0, *self.widths} - {width for width, _ in table} - {16})
                 if missing:
-                    raise ValueError(f"{field} has no entry for width {missing}; calibrate, or use distortion='square'")
+                    raise ValueError(
+                        f"{field} has no entry for width {missing}; calibrate, or use distortion='square'"
+                    )
 
     @property
     def budget(self) -> Budget:
@@ -151,7 +187,9 @@ class PublishedRDKV(Method):
             weights = all_mass(view, normalise=self.queries == "all")
         else:
             kinds = [window_mass(view, self.window, normalise=True), all_mass(view, normalise=True)]
-            weights = torch.stack([kind / kind.mean(-1, keepdim=True).clamp_min(1e-30) for kind in kinds]).amax(0)
+            weights = torch.stack(
+                [kind / kind.mean(-1, keepdim=True).clamp_min(1e-30) for kind in kinds]
+            ).amax(0)
         return smooth(weights, view.valid, self.pool)
 
     def channel_weights(self, view: LayerView) -> Tensor:
@@ -160,9 +198,7 @@ class PublishedRDKV(Method):
 
     # ---- folding ----
 
-    def _layout(
-        self, tokens: int, real_tokens: tuple[int, ...], key_dim: int, value_dim: int
-    ) -> Layout:
+    def _layout(self, tokens: int, real_tokens: tuple[int, ...], key_dim: int, value_dim: int) -> Layout:
         return Layout(
             value_widths=tuple(sorted(self.widths)),
             key_widths=tuple(sorted({min(width, 8) for width in self.widths})),
@@ -176,7 +212,9 @@ class PublishedRDKV(Method):
 
     def _least_head(self, layout: Layout) -> int:
         """Bytes of a head that keeps one token at the smallest widths."""
-        return layout.value_bytes(layout.value_widths[0]) + layout.key_bytes(layout.key_widths[0], layout.key_dim, 1)
+        return layout.value_bytes(layout.value_widths[0]) + layout.key_bytes(
+            layout.key_widths[0], layout.key_dim, 1
+        )
 
     def fold(self, views: Sequence[LayerView]) -> list[Store]:
         layouts = [
@@ -188,9 +226,13 @@ class PublishedRDKV(Method):
             )
             for view in views
         ]
-        value_bits = [torch.zeros(view.keys.shape[:3], dtype=torch.uint8, device=view.keys.device) for view in views]
-        key_bits = [torch.zeros_like(bits[..., :1]).expand(-1, -1, view.keys.shape[-1]).clone()
-                    for bits, view in zip(value_bits, views, strict=True)]
+        value_bits = [
+            torch.zeros(view.keys.shape[:3], dtype=torch.uint8, device=view.keys.device) for view in views
+        ]
+        key_bits = [
+            torch.zeros_like(bits[..., :1]).expand(-1, -1, view.keys.shape[-1]).clone()
+            for bits, view in zip(value_bits, views, strict=True)
+        ]
         weights = [self.token_weights(view) for view in views]
         channels = [self.channel_weights(view) for view in views]
         for row in range(views[0].keys.shape[0]):
@@ -202,8 +244,10 @@ class PublishedRDKV(Method):
             for pool in self._pools(views):
                 _spend(
                     self,
-                    [_Head(views[i], layouts[i], row, head, weights[i][row, head], channels[i][row, head])
-                     for i, head in pool],
+                    [
+                        _Head(views[i], layouts[i], row, head, weights[i][row, head], channels[i][row, head])
+                        for i, head in pool
+                    ],
                     [(value_bits[i], key_bits[i]) for i, head in pool],
                 )
         return [
@@ -248,15 +292,18 @@ def _spend(method: PublishedRDKV, heads: list[_Head], bits: list[tuple[Tensor, T
         for h in heads
     )
     value_cost = [0] + [
-        layout.value_bytes(width) if metadata else 2 * layout.value_dim * width // 16 for width in layout.value_widths
+        layout.value_bytes(width) if metadata else 2 * layout.value_dim * width // 16
+        for width in layout.value_widths
     ]
     value_error = method._errors(method.value_error, layout.value_widths)
     weights = torch.cat([h.weights for h in heads])[None]
     valid = torch.cat([h.valid for h in heads])[None]
     lengths = [len(h.weights) for h in heads]
-    ceiling = sum(int(h.valid.sum()) for h in heads) * value_cost[-1]
+    ceiling = int(valid.sum()) * value_cost[-1]
 
-    choice = allocate(weights, value_error, value_cost, min(int(total * (1 - method.key_share)), ceiling), valid)[0]
+    choice = allocate(
+        weights, value_error, value_cost, min(int(total * (1 - method.key_share)), ceiling), valid
+    )[0]
     kept = [int((part > 0).sum()) for part in choice.split(lengths)]
     spent = int(torch.tensor(value_cost, device=device)[choice.long()].sum())
 
@@ -264,8 +311,12 @@ def _spend(method: PublishedRDKV, heads: list[_Head], bits: list[tuple[Tensor, T
     tiles = -(-layout.key_dim // tile)
     widths = (0, *layout.key_widths)
     ordered = torch.stack([h.channels.sort(descending=True).values for h in heads])
-    tile_weight = torch.nn.functional.pad(ordered, (0, tiles * tile - layout.key_dim)).view(len(heads), tiles, tile)
-    error = torch.tensor(method._errors(method.key_error, layout.key_widths), dtype=torch.float64, device=device)
+    tile_weight = torch.nn.functional.pad(ordered, (0, tiles * tile - layout.key_dim)).view(
+        len(heads), tiles, tile
+    )
+    error = torch.tensor(
+        method._errors(method.key_error, layout.key_widths), dtype=torch.float64, device=device
+    )
     size = torch.full((tiles,), tile, device=device)
     size[-1] = layout.key_dim - (tiles - 1) * tile
     cost = torch.zeros(len(heads), tiles, len(widths), dtype=torch.int64, device=device)
@@ -275,12 +326,16 @@ def _spend(method: PublishedRDKV, heads: list[_Head], bits: list[tuple[Tensor, T
         for column, width in enumerate(widths[1:], 1):
             cost[index, :, column] = size * (count * width + 32 * groups if count else 0)
         # Sections end on whole bytes: at most 7 bits a token and plane are lost.
-        slack += count * sum(7 * (1 + (width in (3, 5, 6)) + 2 * (width == 7)) for width in widths[1:] if width < 8)
+        slack += count * sum(
+            7 * (1 + (width in (3, 5, 6)) + 2 * (width == 7)) for width in widths[1:] if width < 8
+        )
     if tile % 8 == 0 and layout.key_dim % tile == 0:
         slack = 0
     distortion = tile_weight.double().sum(-1)[..., None] * error
     room = max((total - spent) * 8 - slack, 0)
-    chosen = allocate_general(distortion.flatten(0, 1)[None], cost.flatten(0, 1)[None], room)[0].view(len(heads), tiles)
+    chosen = allocate_general(distortion.flatten(0, 1)[None], cost.flatten(0, 1)[None], room)[0].view(
+        len(heads), tiles
+    )
 
     used = 0
     table = torch.tensor(widths, dtype=torch.uint8, device=device)
@@ -295,12 +350,19 @@ def _spend(method: PublishedRDKV, heads: list[_Head], bits: list[tuple[Tensor, T
             used += payload if metadata else kept[index] * count * width // 8
 
     left = total - spent - used
-    if left > 0 and sum(kept):
+    if left > 0 and any(kept):
         # Kept tokens only: a new token would need key bytes too.
         alive = choice > 0
-        upgraded = allocate(
-            weights, [value_error[0], *value_error[1:]][1:] or [0.0], value_cost[1:], spent + left, alive[None]
-        )[0] + 1
+        upgraded = (
+            allocate(
+                weights,
+                [value_error[0], *value_error[1:]][1:] or [0.0],
+                value_cost[1:],
+                spent + left,
+                alive[None],
+            )[0]
+            + 1
+        )
         choice = torch.where(alive, torch.maximum(choice, upgraded), choice)
     value_table = torch.tensor([0, *layout.value_widths], dtype=torch.uint8, device=device)
     for (value_bits, _), h, part in zip(bits, heads, choice.split(lengths), strict=True):

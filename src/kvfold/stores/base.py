@@ -204,5 +204,7 @@ def attend_expanded(kept: Kept, query: torch.Tensor, context: AttendContext, blo
 def store_from_state(kind: str, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any]) -> Store:
     """Rebuild a saved store; raises ValueError for an unknown kind."""
     if kind not in _KINDS:
-        raise ValueError(f"unknown store kind {kind!r}: this kvfold knows {', '.join(sorted(_KINDS))}; upgrade kvfold")
+        raise ValueError(
+            f"unknown store kind {kind!r}: this kvfold knows {', '.join(sorted(_KINDS))}; upgrade kvfold"
+        )
     return _KINDS[kind].from_state(tensors, meta)

@@ -49,7 +49,9 @@ class DenseStore(Store):
         positions = torch.arange(self.tokens, device=self.keys.device)
         if self.valid is not None:
             positions = positions[self.valid[row]]
-        return Kept(positions, self.keys[row, head, positions].float(), self.values[row, head, positions].float())
+        return Kept(
+            positions, self.keys[row, head, positions].float(), self.values[row, head, positions].float()
+        )
 
     def crop(self, tokens: int) -> DenseStore:
         valid = None if self.valid is None else self.valid[:, :tokens].clone()

@@ -9,10 +9,10 @@ have 8 bits between their own extremes, "exact" ones stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,10 +21,10 @@ from kvfold.codecs import lookup
 from kvfold.codecs.affine import dequantise, quantise
 from kvfold.codecs.codebook import encode as nearest
 from kvfold.codecs.codebook import gaussian_levels
-from kvfold.codecs.packing import pack, packed_bytes
+from kvfold.codecs.packing import packed_bytes
 from kvfold.codecs.rotation import hadamard
 from kvfold.kernels.position_bias import position_logits, turned_rows
-from kvfold.kernels.reference import Part, soft_cap
+from kvfold.kernels.reference import Part, soft_cap, softmax_lse
 from kvfold.stores.base import AttendContext, Kept, Rotary, Store, attend_expanded
 from kvfold.stores.trizone import position_dtype
 
@@ -121,29 +121,70 @@ class GradedLayout:
         return heads * (frame + tables + 4 * (grades + 2))
 
 
-@dataclass(frozen=True)
-class _Grade:
-    """Views of one grade of one (row, head); rows are tokens."""
+class _Section(NamedTuple):
+    """Codes of one width of one head: some tokens by some channels."""
 
-    positions: Tensor
-    keys: list[tuple[int, int, Tensor]]
-    """(width, channels, codes)"""
-    value_bits: int
-    values: Tensor
-    magnitudes: Tensor
+    width: int
+    head: int
+    start: int
+    """First token, as the head's tokens are ordered."""
+    stop: int
+    column: int
+    """First channel, as the head's channels are ordered."""
+    channels: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a token."""
+        return packed_bytes(self.channels, self.width)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tokens."""
+        return (self.stop - self.start) * self.row_bytes
 
 
-@dataclass(frozen=True)
-class _Segment:
-    """Views of one (row, head)."""
+class _Block(NamedTuple):
+    """Sections of one width whose codes follow each other."""
 
-    positions: Tensor
-    grades: list[_Grade]
-    fine_keys: Tensor
-    fine_values: Tensor
-    fine_scales: Tensor
-    exact_keys: Tensor
-    exact_values: Tensor
+    codes: Tensor
+    """View (bytes,)"""
+    sections: list[_Section]
+
+    def decode(self) -> Iterator[tuple[_Section, Tensor]]:
+        """Each section with its values (tokens, channels) float32, by one look-up for all."""
+        shapes = [(section.stop - section.start, section.channels) for section in self.sections]
+        return zip(self.sections, lookup.values(self.codes, self.sections[0].width, shapes), strict=True)
+
+    def of_head(self, head: int) -> _Block:
+        """The sections of one head only, which follow each other too."""
+        before = sum(section.nbytes for section in self.sections if section.head < head)
+        chosen = [section for section in self.sections if section.head == head]
+        return _Block(self.codes[before : before + sum(section.nbytes for section in chosen)], chosen)
+
+
+class _Head(NamedTuple):
+    """Where one head's tokens lie in its row's buffers: coded ones first, then fine, then exact."""
+
+    first: int
+    coded: int
+    fine: slice
+    exact: slice
+
+    @property
+    def tokens(self) -> int:
+        """Tokens kept."""
+        return self.coded + self.fine.stop - self.fine.start + self.exact.stop - self.exact.start
+
+
+class _Row(NamedTuple):
+    """Views of one row."""
+
+    buffers: dict[str, Tensor]
+    """The row's part of every buffer but the counts"""
+    heads: list[_Head]
+    keys: list[_Block]
+    values: list[_Block]
 
 
 class GradedStore(Store):
@@ -157,7 +198,8 @@ class GradedStore(Store):
         "counts" (rows, kv_heads, grades + 2) int32, fine and exact last; "positions" (kept,) int16 or int32;
         "key_codes" and "value_codes" (bytes,) uint8; "magnitudes" (coded,) uint8; "fine_keys" and "fine_values"
         (fine, dim) uint8 with "fine_scales" (fine, 4): scale and minimum of key and value; "exact_keys" and
-        "exact_values" (exact, dim). All segment-major, then by grade, then by position.
+        "exact_values" (exact, dim). All by row, then (codes only) by width, widest first, then by head, grade and
+        position.
 
     Raises
     ------
@@ -186,22 +228,22 @@ class GradedStore(Store):
         "key_deviation": "scales",
         "value_mean": "means",
     }
-    block = 8192
-    """Tokens of a grade decoded at a time."""
+    block = 1 << 16
+    """Bytes of codes decoded at a time."""
 
     def __init__(self, layout: GradedLayout, frame: Frame, buffers: Mapping[str, Tensor]):
         self.layout, self.frame, self.buffers = layout, frame, dict(buffers)
         self.tokens, self.real_tokens = layout.tokens, layout.real_tokens
         self.kv_heads = frame.order.shape[1]
         self.key_dim, self.value_dim = layout.key_dim, layout.value_dim
-        self._segments = self._cut()
+        self._rows = self._cut()
 
-    def _cut(self) -> list[list[_Segment]]:
-        """Views of each segment; checks that every buffer is used to its last element."""
+    def _cut(self) -> list[_Row]:
+        """Views of each row; checks that every buffer is used to its last element."""
         layout, buffers = self.layout, self.buffers
         if len(layout.shifts) != len(layout.real_tokens) or len(buffers["counts"]) != len(layout.real_tokens):
             raise ValueError("counts, shifts and real_tokens disagree on the number of rows")
-        cursor = dict.fromkeys(buffers, 0)
+        cursor = {name: 0 for name in buffers if name != "counts"}
 
         def take(name: str, count: int) -> Tensor:
             start = cursor[name]
@@ -212,35 +254,56 @@ class GradedStore(Store):
 
         key_counts, value_bits = self.frame.key_counts.tolist(), self.frame.value_bits.tolist()
         rows = []
-        for row, row_counts in enumerate(buffers["counts"].tolist()):
-            segments = []
-            for head, counts in enumerate(row_counts):
-                positions = take("positions", sum(counts))
-                grades, start = [], 0
-                for grade, count in enumerate(counts[:-2]):
-                    if not count:
-                        continue
-                    keys = []
-                    for width, channels in zip(layout.widths, key_counts[row][head][grade], strict=True):
-                        if channels:
-                            row_bytes = packed_bytes(channels, width)
-                            codes = take("key_codes", count * row_bytes).view(count, row_bytes)
-                            keys.append((width, channels, codes))
-                    bits = value_bits[row][head][grade]
-                    row_bytes = packed_bytes(layout.value_dim, bits) if bits else 0
-                    values = take("value_codes", count * row_bytes).view(count, row_bytes)
-                    where = positions[start : start + count]
-                    grades.append(_Grade(where, keys, bits, values, take("magnitudes", count)))
-                    start += count
-                fine, exact = counts[-2:]
-                own = [take(name, fine) for name in ("fine_keys", "fine_values", "fine_scales")]
-                own += [take(name, exact) for name in ("exact_keys", "exact_values")]
-                segments.append(_Segment(positions, grades, *own))
-            rows.append(segments)
+        for row, counts in enumerate(buffers["counts"].tolist()):
+            starts = dict(cursor)
+            sections = _key_sections(layout.widths, counts, key_counts[row])
+            keys = self._blocks(take("key_codes", sum(section.nbytes for section in sections)), sections)
+            sections = _value_sections(layout.value_dim, counts, value_bits[row])
+            values = self._blocks(take("value_codes", sum(section.nbytes for section in sections)), sections)
+            heads = []
+            first = fine = exact = 0
+            for *graded, fine_count, exact_count in counts:
+                coded = sum(graded)
+                heads.append(
+                    _Head(first, coded, slice(fine, fine + fine_count), slice(exact, exact + exact_count))
+                )
+                first += coded + fine_count + exact_count
+                fine, exact = fine + fine_count, exact + exact_count
+            take("positions", first)
+            take("magnitudes", first - fine - exact)
+            for name in ("fine_keys", "fine_values", "fine_scales"):
+                take(name, fine)
+            for name in ("exact_keys", "exact_values"):
+                take(name, exact)
+            parts = {name: buffers[name][start : cursor[name]] for name, start in starts.items()}
+            rows.append(_Row(parts, heads, keys, values))
         for name, used in cursor.items():
-            if name != "counts" and used != buffers[name].shape[0]:
+            if used != buffers[name].shape[0]:
                 raise ValueError(f"buffer {name} is longer than the counts say")
         return rows
+
+    def _blocks(self, codes: Tensor, sections: list[_Section]) -> list[_Block]:
+        """Sections of one width together, as many as one look-up may take."""
+        blocks: list[_Block] = []
+        pieces: list[_Section] = []
+        begin = size = 0
+
+        def flush() -> None:
+            nonlocal begin, size, pieces
+            if pieces:
+                blocks.append(_Block(codes[begin : begin + size], pieces))
+            begin, size, pieces = begin + size, 0, []
+
+        for section in sections:
+            step = max(1, self.block // section.row_bytes)
+            for start in range(section.start, section.stop, step):
+                piece = section._replace(start=start, stop=min(start + step, section.stop))
+                if pieces and (pieces[-1].width != piece.width or size + piece.nbytes > self.block):
+                    flush()
+                pieces.append(piece)
+                size += piece.nbytes
+        flush()
+        return blocks
 
     # ---- encoding ----
 
@@ -266,48 +329,44 @@ class GradedStore(Store):
         rotary : Rotary or None
             Needed if the frame has `key_turned`.
         """
-        rows, heads, tokens = grades.shape
+        rows, _, tokens = grades.shape
         count = frame.value_bits.shape[-1]
         half = keys.dtype if keys.dtype in (torch.float16, torch.bfloat16) else torch.float16
         counts = torch.stack([(grades == grade).sum(-1) for grade in range(1, count + 3)], -1).int()
         sorted_tokens = torch.sort(grades, dim=-1, stable=True).indices
         key_counts, value_bits = frame.key_counts.tolist(), frame.value_bits.tolist()
         meta = torch.bfloat16 if frame.key_mean.dtype == torch.bfloat16 else torch.float16
-        names = ("positions", "key_codes", "value_codes", "magnitudes")
-        names += ("fine_keys", "fine_values", "fine_scales", "exact_keys", "exact_values")
+        names = ["positions", "key_codes", "value_codes", "magnitudes"]
+        names += ["fine_keys", "fine_values", "fine_scales", "exact_keys", "exact_values"]
         parts: dict[str, list[Tensor]] = {name: [] for name in names}
         host_counts = counts.tolist()
         for row in range(rows):
             z = normal_keys(keys[row], frame, row, rotary, layout.shifts[row])
             w, magnitudes = normal_values(values[row], frame, row)
-            for head in range(heads):
-                kept = sum(host_counts[row][head])
-                chosen = sorted_tokens[row, head, tokens - kept :]
-                parts["positions"].append(chosen)
-                order = frame.order[row, head].long()
-                start = 0
-                for grade, number in enumerate(host_counts[row][head][:-2]):
-                    index = chosen[start : start + number]
-                    start += number
-                    column = 0
-                    for width, channels in zip(layout.widths, key_counts[row][head][grade], strict=True):
-                        if channels and number:
-                            block = z[head, index][:, order[column : column + channels]]
-                            parts["key_codes"].append(_code(block, width).flatten())
-                        column += channels
-                    bits = value_bits[row][head][grade]
-                    if bits and number:
-                        parts["value_codes"].append(_code(w[head, index], bits).flatten())
-                    parts["magnitudes"].append(magnitudes[head, index])
-                fine = chosen[start : start + host_counts[row][head][-2]]
+            chosen = []
+            for head, head_counts in enumerate(host_counts[row]):
+                index = sorted_tokens[row, head, tokens - sum(head_counts) :]
+                chosen.append(index)
+                parts["positions"].append(index)
+                coded, fine, exact = index.split([sum(head_counts[:-2]), *head_counts[-2:]])
+                parts["magnitudes"].append(magnitudes[head, coded])
                 key = quantise(keys[row, head, fine].float(), 8, meta_dtype=meta)
                 value = quantise(values[row, head, fine].float(), 8, meta_dtype=meta)
                 parts["fine_keys"].append(key.codes)
                 parts["fine_values"].append(value.codes)
-                parts["fine_scales"].append(torch.cat([key.scale, key.minimum, value.scale, value.minimum], 1))
-                exact = chosen[start + len(fine) :]
+                parts["fine_scales"].append(
+                    torch.cat([key.scale, key.minimum, value.scale, value.minimum], 1)
+                )
                 parts["exact_keys"].append(keys[row, head, exact].to(half))
                 parts["exact_values"].append(values[row, head, exact].to(half))
+            order = frame.order[row].long()
+            for section in _key_sections(layout.widths, host_counts[row], key_counts[row]):
+                index = chosen[section.head][section.start : section.stop, None]
+                channels = order[section.head, section.column : section.column + section.channels]
+                parts["key_codes"].append(_code(z[section.head, index, channels], section.width))
+            for section in _value_sections(layout.value_dim, host_counts[row], value_bits[row]):
+                index = chosen[section.head][section.start : section.stop]
+                parts["value_codes"].append(_code(w[section.head, index], section.width))
         empty = keys.new_zeros(0, dtype=torch.uint8)
         buffers = {name: torch.cat(pieces) if pieces else empty for name, pieces in parts.items()}
         buffers["positions"] = buffers["positions"].to(position_dtype(layout.tokens))
@@ -319,144 +378,163 @@ class GradedStore(Store):
     def attend(self, query: Tensor, rows: Tensor | None, context: AttendContext) -> Part:
         batch, heads, queries, _ = query.shape
         sources = list(range(batch)) if rows is None else rows.tolist()
-        output = lse = None
+        if batch == 1:
+            output, lse = self._attend_row(sources[0], query[0].float(), context)
+            return output[None], lse[None]
+        output = query.new_empty(batch, heads, queries, 0, dtype=torch.float32)
+        lse = query.new_empty(batch, heads, queries, dtype=torch.float32)
         for row in sorted(set(sources)):
             index = [position for position, source in enumerate(sources) if source == row]
             q = query[index].float().transpose(0, 1).flatten(1, 2)
             out, part = self._attend_row(row, q, context)
-            if output is None or lse is None:
-                output = out.new_zeros(batch, heads, queries, out.shape[-1])
-                lse = out.new_full((batch, heads, queries), -torch.inf)
+            if not output.shape[-1]:
+                output = out.new_empty(batch, heads, queries, out.shape[-1])
             output[index] = out.view(heads, len(index), queries, -1).transpose(0, 1)
             lse[index] = part.view(heads, len(index), queries).transpose(0, 1)
-        assert output is not None and lse is not None
         return output, lse
 
     def _attend_row(self, row: int, query: Tensor, context: AttendContext) -> Part:
-        """Attention of query (heads, n, query_dim) over one row's segments."""
+        """Attention of query (heads, n, query_dim) over one row."""
         if context.expand is not None:
             return attend_expanded(self.kept(row, 0, context.rotary), query, context)
         heads, count, dim = query.shape
         q = query.reshape(self.kv_heads, -1, dim) * context.scaling
         limit = max(1, (1 << 24) // max(self.layout.tokens, 1))
-        parts = [self._attend_some(row, q[:, start : start + limit], context) for start in range(0, q.shape[1], limit)]
-        return (
-            torch.cat([part[0] for part in parts], 1).view(heads, count, self.value_dim),
-            torch.cat([part[1] for part in parts], 1).view(heads, count),
+        parts = [
+            self._attend_some(row, q[:, start : start + limit], context)
+            for start in range(0, q.shape[1], limit)
+        ]
+        output, lse = (
+            parts[0] if len(parts) == 1 else (torch.cat(part, 1) for part in zip(*parts, strict=True))
         )
+        return output.view(heads, count, self.value_dim), lse.view(heads, count)
 
     def _attend_some(self, row: int, q: Tensor, context: AttendContext) -> Part:
         """As `_attend_row` for scaled queries grouped by KV head (kv_heads, n, key_dim)."""
-        frame = self.frame
-        turned = None
-        if frame.key_turned is not None:
-            rotary = _require(context.rotary)
-            turned = position_logits(
-                q, frame.key_turned[row].float(), rotary, self.layout.tokens, self.layout.shifts[row]
-            )
-        scaled = (q * frame.key_deviation[row][:, None].float()).gather(
-            2, frame.order[row].long()[:, None].expand(-1, q.shape[1], -1)
-        )
-        constant = q @ frame.key_mean[row].float()[..., None]
-        magnitude = frame.value_magnitude[row].tolist()
-        rotated, coded, exact, lses = [], [], [], []
-        for head, segment in enumerate(self._segments[row]):
-            logits = [self._logits(grade, scaled[head]) + constant[head] for grade in segment.grades]
-            if turned is not None:
-                logits = [
-                    part + turned[head].index_select(1, grade.positions.int())
-                    for part, grade in zip(logits, segment.grades)
-                ]
-            key_scale, key_minimum, value_scale, value_minimum = segment.fine_scales.float().unbind(1)
-            if len(key_scale):
-                product = q[head] @ segment.fine_keys.float().t()
-                logits.append(product * key_scale + q[head].sum(1, keepdim=True) * key_minimum)
-            logits.append(q[head] @ segment.exact_keys.float().t())
-            scores = soft_cap(torch.cat(logits, 1), context.softcap)
+        frame, part = self.frame, self._rows[row]
+        scores = self._scores(row, q, context.rotary)
+        weights, lses, coded = [], [], []
+        for head, logits in zip(part.heads, scores, strict=True):
+            logits = soft_cap(logits, context.softcap)
+            visible = head.tokens
             if self.tokens < self.layout.tokens:
-                scores = scores.masked_fill(segment.positions >= self.tokens, -torch.inf)
-            lse = torch.logsumexp(scores, 1) if scores.shape[1] else scores.new_full((len(scores),), -torch.inf)
-            weights = torch.exp(scores - lse.clamp_min(torch.finfo(lse.dtype).min)[:, None])
-            mixed = weights.new_zeros(weights.shape[0], self.value_dim)
-            column = 0
-            for grade in segment.grades:
-                number = grade.magnitudes.shape[0]
-                self._mix(grade, weights[:, column : column + number], mixed, magnitude[head])
-                column += number
-            rotated.append(mixed)
-            coded.append(weights[:, :column].sum(1, keepdim=True))
-            fine = weights[:, column : column + len(value_scale)]
-            plain = weights[:, column + len(value_scale) :] @ segment.exact_values.float()
-            if len(value_scale):
-                plain += (fine * value_scale) @ segment.fine_values.float() + fine @ value_minimum[:, None]
-            exact.append(plain)
+                hidden = part.buffers["positions"][head.first : head.first + head.tokens] >= self.tokens
+                visible -= int(hidden.sum())
+                logits = logits.masked_fill(hidden, -torch.inf)
+            if visible:
+                weight, lse = softmax_lse(logits)
+            else:
+                weight, lse = torch.zeros_like(logits), logits.new_full((len(logits),), -torch.inf)
+            weights.append(weight)
             lses.append(lse)
-        output = torch.stack(rotated) @ value_rotation(self.value_dim, q.device)
-        output += torch.stack(coded) * frame.value_mean[row][:, None].float() + torch.stack(exact)
+            coded.append(weight[:, : head.coded].sum(1, keepdim=True))
+        output = self._mixed(part, weights) * frame.value_magnitude[row][:, None, None]
+        output = output @ value_rotation(self.value_dim, q.device)
+        output += torch.stack(coded) * frame.value_mean[row][:, None].float()
+        output += self._plain(part, weights)
         return output, torch.stack(lses)
 
-    def _logits(self, grade: _Grade, q: Tensor) -> Tensor:
-        """Queries (n, key_dim) in the frame's units and channel order, against a grade's codes: (n, tokens)."""
-        number = grade.magnitudes.shape[0]
-        logits = q.new_zeros(q.shape[0], number)
-        column = 0
-        for width, channels, codes in grade.keys:
-            part = q[:, column : column + channels]
-            part = part[:, _order(channels, width, q.device)]
-            column += channels
-            for start in range(0, number, self.block):
-                span = slice(start, min(start + self.block, number))
-                logits[:, span].addmm_(part, lookup.values(codes[span], width, channels).t())
-        return logits
+    def _scores(self, row: int, q: Tensor, rotary: Rotary | None) -> list[Tensor]:
+        """Logits (n, kept) of each head."""
+        frame, part = self.frame, self._rows[row]
+        constant = q @ frame.key_mean[row].float()[..., None]
+        turned = None
+        if frame.key_turned is not None:
+            vector, tokens, shift = frame.key_turned[row].float(), self.layout.tokens, self.layout.shifts[row]
+            turned = position_logits(q, vector, _require(rotary), tokens, shift).add_(constant)
+        positions = part.buffers["positions"].int()
+        fine_keys, exact_keys = part.buffers["fine_keys"].float(), part.buffers["exact_keys"].float()
+        scale, minimum = part.buffers["fine_scales"][:, :2].float().t()
+        scores = []
+        for index, head in enumerate(part.heads):
+            logits = q.new_empty(q.shape[1], head.tokens)
+            if turned is None:
+                logits[:, : head.coded] = constant[index]
+            else:
+                where = positions[head.first : head.first + head.coded]
+                logits[:, : head.coded] = turned[index].index_select(1, where)
+            own = logits[:, head.coded :]
+            if head.fine.stop > head.fine.start:
+                fine = own[:, : head.fine.stop - head.fine.start]
+                torch.mul(q[index] @ fine_keys[head.fine].t(), scale[head.fine], out=fine)
+                fine += q[index].sum(1, keepdim=True) * minimum[head.fine]
+            if head.exact.stop > head.exact.start:
+                own[:, head.fine.stop - head.fine.start :] = q[index] @ exact_keys[head.exact].t()
+            scores.append(logits)
+        order = frame.order[row].long()[:, None].expand(-1, q.shape[1], -1)
+        scaled = (q * frame.key_deviation[row][:, None].float()).gather(2, order).unbind()
+        for block in part.keys:
+            for section, z in block.decode():
+                channels = scaled[section.head].narrow(1, section.column, section.channels)
+                scores[section.head].narrow(1, section.start, len(z)).addmm_(channels, z.t())
+        return scores
 
-    def _mix(self, grade: _Grade, weights: Tensor, output: Tensor, unit: float) -> None:
-        """Add weights (n, tokens) times a grade's values, still rotated, to output (n, value_dim)."""
-        if not grade.value_bits:
-            return
-        number = grade.magnitudes.shape[0]
-        weights = weights * _magnitudes(grade.magnitudes, unit)
-        order = _order(self.value_dim, grade.value_bits, weights.device)
-        for start in range(0, number, self.block):
-            span = slice(start, min(start + self.block, number))
-            part = weights[:, span] @ lookup.values(grade.values[span], grade.value_bits, self.value_dim)
-            output.index_add_(1, order, part)
+    def _mixed(self, part: _Row, weights: list[Tensor]) -> Tensor:
+        """Coded values mixed by weights (n, kept) of each head, still rotated, in units of the magnitude.
+
+        The weights of coded tokens are multiplied by their magnitudes in place.
+        """
+        magnitudes = _magnitudes(part.buffers["magnitudes"])
+        output = weights[0].new_zeros(len(weights), len(weights[0]), self.value_dim)
+        mixed = output.unbind()
+        start = 0
+        for head, weight in zip(part.heads, weights, strict=True):
+            weight[:, : head.coded] *= magnitudes[start : start + head.coded]
+            start += head.coded
+        for block in part.values:
+            for section, w in block.decode():
+                mixed[section.head].addmm_(weights[section.head].narrow(1, section.start, len(w)), w)
+        return output
+
+    def _plain(self, part: _Row, weights: list[Tensor]) -> Tensor:
+        """Fine and exact values mixed by weights (n, kept) of each head."""
+        fine_values, exact_values = part.buffers["fine_values"].float(), part.buffers["exact_values"].float()
+        scale, minimum = part.buffers["fine_scales"][:, 2:].float().t()
+        output = weights[0].new_zeros(len(weights), len(weights[0]), self.value_dim)
+        for mixed, head, weight in zip(output, part.heads, weights, strict=True):
+            fine = weight[:, head.coded : head.tokens - (head.exact.stop - head.exact.start)]
+            if fine.shape[1]:
+                mixed.addmm_(fine * scale[head.fine], fine_values[head.fine])
+                mixed += (fine @ minimum[head.fine])[:, None]
+            if head.exact.stop > head.exact.start:
+                mixed.addmm_(weight[:, head.coded + fine.shape[1] :], exact_values[head.exact])
+        return output
 
     # ---- content ----
 
     def kept(self, row: int, head: int, rotary: Rotary | None = None) -> Kept:
-        segment, frame = self._segments[row][head], self.frame
+        part, frame = self._rows[row], self.frame
+        where = part.heads[head]
         order = frame.order[row, head].long()
-        keys, values = [], []
-        for grade in segment.grades:
-            number = grade.magnitudes.shape[0]
-            z = torch.zeros(number, self.key_dim, device=order.device)
-            column = 0
-            for width, channels, codes in grade.keys:
-                where = order[column : column + channels][_order(channels, width, order.device)]
-                z[:, where] = lookup.values(codes, width, channels)
-                column += channels
-            keys.append(z * frame.key_deviation[row, head].float() + frame.key_mean[row, head].float())
-            w = torch.zeros(number, self.value_dim, device=order.device)
-            if grade.value_bits:
-                where = _order(self.value_dim, grade.value_bits, order.device)
-                w[:, where] = lookup.values(grade.values, grade.value_bits, self.value_dim)
-                w *= _magnitudes(grade.magnitudes, float(frame.value_magnitude[row, head]))[:, None]
-            values.append(w @ value_rotation(self.value_dim, order.device) + frame.value_mean[row, head].float())
-        positions = segment.positions.long()
-        if frame.key_turned is not None and keys:
+        z = torch.zeros(where.coded, self.key_dim, device=order.device)
+        w = torch.zeros(where.coded, self.value_dim, device=order.device)
+        for target, blocks in ((z, part.keys), (w, part.values)):
+            for block in blocks:
+                own = block.of_head(head)
+                for section, values in own.decode() if own.sections else ():
+                    columns = slice(section.column, section.column + section.channels)
+                    target[section.start : section.stop, columns] = values
+        coded_keys = torch.empty_like(z)
+        coded_keys[:, order] = z
+        coded_keys = coded_keys * frame.key_deviation[row, head].float() + frame.key_mean[row, head].float()
+        positions = part.buffers["positions"][where.first : where.first + where.tokens].long()
+        if frame.key_turned is not None and where.coded:
             vector = frame.key_turned[row, head].float()[None]
             turned = turned_rows(vector, _require(rotary), self.layout.tokens, self.layout.shifts[row])[0]
-            keys = [torch.cat(keys)]
-            keys[0] += turned[positions[: len(keys[0])]]
-        scales = segment.fine_scales
-        keys.append(dequantise(segment.fine_keys, scales[:, :1], scales[:, 1:2]))
-        values.append(dequantise(segment.fine_values, scales[:, 2:3], scales[:, 3:]))
-        all_keys = torch.cat([*keys, segment.exact_keys.float()])
-        all_values = torch.cat([*values, segment.exact_values.float()])
+            coded_keys += turned[positions[: where.coded]]
+        start = sum(other.coded for other in part.heads[:head])
+        magnitudes = _magnitudes(part.buffers["magnitudes"][start : start + where.coded])
+        w *= (magnitudes * frame.value_magnitude[row, head])[:, None]
+        coded_values = w @ value_rotation(self.value_dim, order.device) + frame.value_mean[row, head].float()
+        scales = part.buffers["fine_scales"][where.fine]
+        fine_keys = dequantise(part.buffers["fine_keys"][where.fine], scales[:, :1], scales[:, 1:2])
+        fine_values = dequantise(part.buffers["fine_values"][where.fine], scales[:, 2:3], scales[:, 3:])
+        keys = torch.cat([coded_keys, fine_keys, part.buffers["exact_keys"][where.exact].float()])
+        values = torch.cat([coded_values, fine_values, part.buffers["exact_values"][where.exact].float()])
         if self.tokens < self.layout.tokens:
             alive = positions < self.tokens
-            return Kept(positions[alive], all_keys[alive], all_values[alive])
-        return Kept(positions, all_keys, all_values)
+            return Kept(positions[alive], keys[alive], values[alive])
+        return Kept(positions, keys, values)
 
     def crop(self, tokens: int) -> GradedStore:
         """Hide what lies at or after `tokens`; the bytes stay."""
@@ -468,17 +546,11 @@ class GradedStore(Store):
 
     def select(self, rows: Tensor) -> GradedStore:
         chosen = rows.tolist()
-        parts: dict[str, list[Tensor]] = {name: [] for name in self.buffers if name != "counts"}
-        for row in chosen:
-            for segment in self._segments[row]:
-                parts["positions"].append(segment.positions)
-                for name in ("fine_keys", "fine_values", "fine_scales", "exact_keys", "exact_values"):
-                    parts[name].append(getattr(segment, name))
-                for grade in segment.grades:
-                    parts["key_codes"] += [codes.flatten() for _, _, codes in grade.keys]
-                    parts["value_codes"].append(grade.values.flatten())
-                    parts["magnitudes"].append(grade.magnitudes)
-        buffers = {name: torch.cat(pieces) if pieces else self.buffers[name][:0] for name, pieces in parts.items()}
+        buffers = {
+            name: torch.cat([self._rows[row].buffers[name] for row in chosen]) if chosen else buffer[:0]
+            for name, buffer in self.buffers.items()
+            if name != "counts"
+        }
         buffers["counts"] = self.buffers["counts"][rows]
         layout = replace(
             self.layout,
@@ -557,20 +629,60 @@ def normal_values(values: Tensor, frame: Frame, row: int) -> tuple[Tensor, Tenso
     return w / magnitudes[..., None], codes.to(torch.uint8)
 
 
-def _magnitudes(codes: Tensor, unit: float) -> Tensor:
-    return torch.exp2((codes.float() - 128) / STEPS) * unit
+def _key_sections(
+    widths: tuple[int, ...], counts: list[list[int]], channels: list[list[list[int]]]
+) -> list[_Section]:
+    """Key codes of one row in the order they are stored in.
+
+    Parameters
+    ----------
+    widths : tuple of int
+    counts : (heads, grades + 2)
+        Tokens.
+    channels : (heads, grades, widths)
+    """
+    sections = []
+    for index, width in enumerate(widths):
+        for head, (head_counts, head_channels) in enumerate(zip(counts, channels, strict=True)):
+            start = 0
+            for count, by_width in zip(head_counts, head_channels):
+                if count and by_width[index]:
+                    column = sum(by_width[:index])
+                    sections.append(_Section(width, head, start, start + count, column, by_width[index]))
+                start += count
+    return sections
 
 
-def _code(z: Tensor, width: int) -> Tensor:
-    return pack(nearest(z.contiguous(), gaussian_levels(width).to(z.device)), width)
+def _value_sections(dim: int, counts: list[list[int]], bits: list[list[int]]) -> list[_Section]:
+    """Value codes of one row in the order they are stored in; bits (heads, grades)."""
+    sections = []
+    for width in range(8, 0, -1):
+        for head, (head_counts, head_bits) in enumerate(zip(counts, bits, strict=True)):
+            start = 0
+            for count, own in zip(head_counts, head_bits):
+                if count and own == width:
+                    sections.append(_Section(width, head, start, start + count, 0, dim))
+                start += count
+    return sections
 
 
 @cache
-def _order(n: int, width: int, device: torch.device) -> Tensor:
-    return lookup.order(n, width).to(device)
+def _magnitude_table(device: torch.device) -> Tensor:
+    return torch.exp2((torch.arange(256, device=device) - 128) / STEPS)
+
+
+def _magnitudes(codes: Tensor) -> Tensor:
+    return _magnitude_table(codes.device).index_select(0, codes.int())
+
+
+def _code(z: Tensor, width: int) -> Tensor:
+    """Codes of (tokens, channels), packed and flat."""
+    return lookup.pack(nearest(z.contiguous(), gaussian_levels(width).to(z.device)), width).flatten()
 
 
 def _require(rotary: Rotary | None) -> Rotary:
     if rotary is None:
-        raise ValueError("keys were coded relative to RoPE, but this model's rotary embedding cannot be found")
+        raise ValueError(
+            "keys were coded relative to RoPE, but this model's rotary embedding cannot be found"
+        )
     return rotary

@@ -19,6 +19,7 @@ from kvfold.codecs.packing import pack, packed_bytes, unpack
 from kvfold.kernels.reference import Part, soft_cap
 from kvfold.stores.base import AttendContext, Kept, Rotary, Store, attend_expanded
 
+
 @dataclass(frozen=True)
 class Layout:
     """Everything about a TriZone store that is not a tensor.
@@ -130,8 +131,13 @@ class TriZoneStore(Store):
         "order": "order",
         "key_scale": "scales",
         "key_minimum": "minima",
-        **{f"values_{width}": "fp16 rows" if width == 16 else "codes" for width in (1, 2, 3, 4, 5, 6, 7, 8, 16)},
-        **{f"keys_{width}": "fp16 rows" if width == 16 else "codes" for width in (1, 2, 3, 4, 5, 6, 7, 8, 16)},
+        **{
+            f"values_{width}": "fp16 rows" if width == 16 else "codes"
+            for width in (1, 2, 3, 4, 5, 6, 7, 8, 16)
+        },
+        **{
+            f"keys_{width}": "fp16 rows" if width == 16 else "codes" for width in (1, 2, 3, 4, 5, 6, 7, 8, 16)
+        },
         **{f"value_scale_{width}": "scales" for width in range(1, 9)},
         **{f"value_minimum_{width}": "minima" for width in range(1, 9)},
     }
@@ -164,7 +170,9 @@ class TriZoneStore(Store):
             return buffers[name][start : start + count]
 
         rows = []
-        for row, (value_counts, key_counts) in enumerate(zip(self._value_counts, self._key_counts, strict=True)):
+        for row, (value_counts, key_counts) in enumerate(
+            zip(self._value_counts, self._key_counts, strict=True)
+        ):
             segments = []
             for head in range(self.kv_heads):
                 kept = sum(value_counts[head])
@@ -230,7 +238,9 @@ class TriZoneStore(Store):
         rows, heads = keys.shape[:2]
         device = keys.device
         half = keys.dtype if keys.dtype in (torch.float16, torch.bfloat16) else torch.float16
-        meta = torch.bfloat16 if keys.dtype == torch.bfloat16 and _beyond_half(keys, values) else torch.float16
+        meta = (
+            torch.bfloat16 if keys.dtype == torch.bfloat16 and _beyond_half(keys, values) else torch.float16
+        )
         # Stable sort: by width, then by position; evicted tokens and dropped channels come first and are cut off.
         token_order = torch.sort(value_bits, dim=-1, stable=True).indices
         channel_order = torch.sort(key_bits, dim=-1, stable=True).indices
@@ -246,7 +256,9 @@ class TriZoneStore(Store):
         for row in range(rows):
             for head in range(heads):
                 kept = int(value_counts[row, head].sum())
-                tokens = token_order[row, head, layout.tokens - kept :] if kept else token_order[row, head, :0]
+                tokens = (
+                    token_order[row, head, layout.tokens - kept :] if kept else token_order[row, head, :0]
+                )
                 parts["positions"].append(tokens)
                 start = 0
                 for width, count in zip(layout.value_widths, value_counts[row, head].tolist(), strict=True):
@@ -260,7 +272,11 @@ class TriZoneStore(Store):
                     parts[f"value_scale_{width}"].append(coded_x.scale)
                     parts[f"value_minimum_{width}"].append(coded_x.minimum)
                 used = int(dropped[row, head])
-                channels = channel_order[row, head, layout.key_dim - used :] if used else channel_order[row, head, :0]
+                channels = (
+                    channel_order[row, head, layout.key_dim - used :]
+                    if used
+                    else channel_order[row, head, :0]
+                )
                 rest = channel_order[row, head, : layout.key_dim - used]
                 orders.append(torch.cat([channels, rest]))
                 k = keys[row, head, tokens].float()
@@ -316,12 +332,18 @@ class TriZoneStore(Store):
             for head, segment in enumerate(self._segments[row]):
                 scores = self._logits(segment, part[head])
                 scores = self._masked(soft_cap(scores, context.softcap), segment)
-                peak = scores.amax(-1, keepdim=True) if scores.shape[1] else scores.new_full((len(scores), 1), -torch.inf)
+                peak = (
+                    scores.amax(-1, keepdim=True)
+                    if scores.shape[1]
+                    else scores.new_full((len(scores), 1), -torch.inf)
+                )
                 safe = peak.clamp_min(torch.finfo(peak.dtype).min)
                 weights = torch.exp(scores - safe)
                 mass = weights.sum(-1, keepdim=True)
                 tiny = torch.finfo(mass.dtype).tiny
-                pieces.append((self._mix(segment, weights) / mass.clamp_min(tiny), (mass.log() + safe).squeeze(-1)))
+                pieces.append(
+                    (self._mix(segment, weights) / mass.clamp_min(tiny), (mass.log() + safe).squeeze(-1))
+                )
             outputs.append(torch.stack([piece[0] for piece in pieces]))
             lses.append(torch.stack([piece[1] for piece in pieces]))
         return (
@@ -431,7 +453,9 @@ class TriZoneStore(Store):
                     if section.scale is not None and section.minimum is not None:
                         pieces["key_scale"].append(section.scale.flatten())
                         pieces["key_minimum"].append(section.minimum.flatten())
-        buffers = {name: torch.cat(parts) if parts else self.buffers[name][:0] for name, parts in pieces.items()}
+        buffers = {
+            name: torch.cat(parts) if parts else self.buffers[name][:0] for name, parts in pieces.items()
+        }
         for name in ("order", "value_counts", "key_counts"):
             buffers[name] = self.buffers[name][rows]
         layout = self._layout_of(chosen)
@@ -448,8 +472,8 @@ class TriZoneStore(Store):
     def widths(self) -> list[dict[str, dict[int, int]]]:
         result = []
         for head in range(self.kv_heads):
-            values = {width: 0 for width in self.layout.value_widths}
-            keys = {width: 0 for width in self.layout.key_widths}
+            values = dict.fromkeys(self.layout.value_widths, 0)
+            keys = dict.fromkeys(self.layout.key_widths, 0)
             for row in range(self.rows):
                 for width, count in zip(self.layout.value_widths, self._value_counts[row][head], strict=True):
                     values[width] += count
@@ -470,7 +494,9 @@ class TriZoneStore(Store):
 
     @classmethod
     def from_state(cls, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> TriZoneStore:
-        fields = {name: tuple(value) if isinstance(value, list) else value for name, value in meta.items()}
+        fields: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in meta.items()
+        }
         tokens, real_tokens = fields.pop("visible_tokens"), fields.pop("visible_real_tokens")
         store = cls(Layout(**fields), tensors)
         store.tokens, store.real_tokens = tokens, real_tokens
@@ -493,7 +519,10 @@ def _restore_value(section: _Section, layout: Layout) -> Tensor:
         return section.codes.float()
     values = unpack(section.codes, section.width, layout.value_dim).float()
     for group, channels in enumerate(layout.value_groups()):
-        scale, minimum = section.scale[:, group : group + 1].float(), section.minimum[:, group : group + 1].float()
+        scale, minimum = (
+            section.scale[:, group : group + 1].float(),
+            section.minimum[:, group : group + 1].float(),
+        )
         values[:, channels] = values[:, channels] * scale + minimum
     return values
 

@@ -61,8 +61,12 @@ class KIVI(Method):
                 value_dim=view.values.shape[-1],
             )
             bits = view.valid[:, :, :tokens].to(torch.uint8) * self.bits
-            key_bits = torch.full((*bits.shape[:2], layout.key_dim), self.bits, dtype=torch.uint8, device=bits.device)
+            key_bits = torch.full(
+                (*bits.shape[:2], layout.key_dim), self.bits, dtype=torch.uint8, device=bits.device
+            )
             stores.append(
-                TriZoneStore.encode(view.keys[:, :, :tokens], view.values[:, :, :tokens], bits, key_bits, layout)
+                TriZoneStore.encode(
+                    view.keys[:, :, :tokens], view.values[:, :, :tokens], bits, key_bits, layout
+                )
             )
         return stores

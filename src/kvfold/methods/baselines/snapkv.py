@@ -94,7 +94,11 @@ class SnapKV(Method):
     def check(self, tokens: int, kv_heads: int, key_dim: int, value_dim: int) -> None:
         layout = self._layout(tokens, (tokens,), key_dim, value_dim)
         if self._count(layout, tokens) < 1:
-            least = layout.fixed_bytes(1) + layout.value_bytes(self.bits) + layout.key_bytes(self.bits, key_dim, 1)
+            least = (
+                layout.fixed_bytes(1)
+                + layout.value_bytes(self.bits)
+                + layout.key_bytes(self.bits, key_dim, 1)
+            )
             raise BudgetError(
                 f"the budget does not pay for one token: at least keep={least / (2 * tokens * (key_dim + value_dim)):.4f}"
             )
@@ -108,7 +112,9 @@ class SnapKV(Method):
             scores[..., -self.window :] = torch.inf
             scores = scores.masked_fill(~view.valid, -torch.inf)
             value_bits = torch.zeros(scores.shape, dtype=torch.uint8, device=scores.device)
-            key_bits = torch.full((*scores.shape[:2], layout.key_dim), self.bits, dtype=torch.uint8, device=scores.device)
+            key_bits = torch.full(
+                (*scores.shape[:2], layout.key_dim), self.bits, dtype=torch.uint8, device=scores.device
+            )
             for row, real in enumerate(view.real_tokens):
                 if real <= self.shortest:
                     value_bits[row] = view.valid[row] * layout.value_widths[-1]

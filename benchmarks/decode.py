@@ -1,0 +1,122 @@
+"""Decode speed of a folded cache beside the full cache, in one process.
+
+    python benchmarks/decode.py MODEL TEXT results.json [--tokens 2048 4096 7168] [--keep 0.1]
+
+For each prompt length: seconds of the exact prefill, of the fold, and of one decoded token, from the full cache
+(transformers' DynamicCache, sdpa) and from the folded one, taken in turns so that both meet the same machine. Before it is
+timed, the folded cache is checked: its next-token distributions over the text's own continuation must stay near the full
+cache's (KL below 0.5 nats).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+import kvfold
+from kvfold.evaluate.prefill import continue_logits, kl_divergence
+from kvfold.hf import CACHE_KEYWORD
+
+STEPS, ROUNDS = 8, 5
+
+
+@torch.no_grad()
+def decode(model, cache, token: torch.Tensor) -> float:
+    """Median seconds of one step over `STEPS` greedy steps."""
+    seconds = []
+    for _ in range(STEPS):
+        begin = time.perf_counter()
+        logits = model(input_ids=token, use_cache=True, **{CACHE_KEYWORD: cache}).logits
+        token = logits[:, -1:].argmax(-1)
+        if token.is_cuda:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds)
+
+
+@torch.no_grad()
+def measure(model, ids: torch.Tensor, following: torch.Tensor, keep: float) -> dict:
+    """One prompt length."""
+    begin = time.perf_counter()
+    full = DynamicCache(config=model.config)
+    model(input_ids=ids, use_cache=True, logits_to_keep=1, **{CACHE_KEYWORD: full})
+    prefill = time.perf_counter() - begin
+    begin = time.perf_counter()
+    folded = kvfold.fold(model, ids, kvfold.RDKV(keep=keep))
+    fold = time.perf_counter() - begin - prefill
+    folded.activate_past_recording()
+    expected = model(input_ids=following, use_cache=True, **{CACHE_KEYWORD: full}).logits
+    kl = float(kl_divergence(expected.float(), continue_logits(model, folded.fork(), following)).mean())
+    if kl > 0.5:
+        raise SystemExit(f"the folded cache is wrong: KL {kl:.3f}")
+    full.crop(-following.shape[1])
+    times: dict[str, list[float]] = {"full": [], "folded": []}
+    for _ in range(ROUNDS):
+        for name, cache in (("full", full), ("folded", folded)):
+            times[name].append(decode(model, cache, following[:, :1]))
+            cache.crop(-STEPS)
+    result = {
+        "tokens": ids.shape[1],
+        "keep": keep,
+        "kl": kl,
+        "prefill_seconds": prefill,
+        "fold_seconds": fold,
+        "full_ms": 1e3 * min(times["full"]),
+        "folded_ms": 1e3 * min(times["folded"]),
+        "full_bytes": folded.ledger().full_bytes,
+        "folded_bytes": folded.ledger().total,
+    }
+    print(
+        f"{result['tokens']:>6} tokens: prefill {prefill:6.1f} s, fold {fold:6.1f} s, one token"
+        f" {result['full_ms']:7.1f} ms full, {result['folded_ms']:7.1f} ms folded"
+        f" ({result['full_ms'] / result['folded_ms']:.2f}x), KL {kl:.4f}",
+        flush=True,
+    )
+    return result
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model")
+    parser.add_argument("text")
+    parser.add_argument("out")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096, 7168])
+    parser.add_argument("--keep", type=float, default=0.1)
+    args = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    model = AutoModelForCausalLM.from_pretrained(
+        args.model, dtype=torch.bfloat16, attn_implementation="sdpa"
+    ).eval()
+    ids = tokenizer(Path(args.text).read_text(), add_special_tokens=False, return_tensors="pt")["input_ids"]
+    rows = [measure(model, ids[:, :count], ids[:, count : count + 64], args.keep) for count in args.tokens]
+    result = {
+        "model": Path(args.model).name,
+        "dtype": "bfloat16",
+        "hardware": f"CPU, {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}",
+        "versions": {
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "kvfold": kvfold.__version__,
+            "python": platform.python_version(),
+        },
+        "rows": rows,
+    }
+    Path(args.out).write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
