@@ -72,7 +72,8 @@ class Frame:
 
     def select(self, rows: Tensor) -> Frame:
         """Of the given rows only."""
-        return Frame(**{name: None if value is None else value[rows] for name, value in vars(self).items()})
+        chosen: dict[str, Any] = {name: value[rows] for name, value in self.tensors().items()}
+        return Frame(**{"key_turned": None, **chosen})
 
 
 @dataclass(frozen=True)
@@ -595,7 +596,9 @@ class GradedStore(Store):
 
     @classmethod
     def from_state(cls, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> GradedStore:
-        fields = {name: tuple(value) if isinstance(value, list) else value for name, value in meta.items()}
+        fields: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in meta.items()
+        }
         tokens, real_tokens = fields.pop("visible_tokens"), fields.pop("visible_real_tokens")
         names = Frame.__dataclass_fields__
         frame = Frame(**{name: tensors.get(name) for name in names})  # type: ignore[arg-type]
