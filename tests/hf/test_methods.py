@@ -232,10 +232,12 @@ def test_long_generation_stays_small(method):
     if not method.block:
         method = type(method)(**vars(method))
     cache = FoldedCache(method)
-    generate(model, prompt(60), cache, max_new_tokens=3 * max(method.block, 8))
+    generate(model, prompt(60), cache, max_new_tokens=4 * max(method.block, 8))
     if method.block:
         assert all(layer.tail < 2 * method.block + 8 for layer in cache.folded_layers)
-        assert any(entry["generated"] for entry in cache.report)
+        assert sum(entry["generated"] for entry in cache.report) >= 2
+        if method.name == "rdkv":
+            assert all(len(layer.segments) == 2 for layer in cache.folded_layers), "blocks are joined"
     assert_within(cache, method)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvfold.kernels.reference import merge
 from kvfold.stores import store_from_state
 from kvfold.stores.base import AttendContext
 from kvfold.stores.graded import Frame, GradedLayout, GradedStore
@@ -276,3 +277,37 @@ def test_widths_count_tokens_and_channels():
         assert sum(widths["values"].values()) == 2 * store.tokens
         assert sum(widths["keys"].values()) == int((grades[:, head] > 0).sum()) * store.key_dim
         assert widths["values"][16] == int((grades[:, head] == GRADES + 2).sum())
+
+
+@pytest.mark.parametrize("turned", [True, False])
+def test_join_is_both_segments(turned):
+    first, *_ = random_store(tokens=41, turned=turned)
+    generator = torch.Generator().manual_seed(5)
+    keys = torch.randn(2, 3, 30, 64, generator=generator) + 1
+    values = torch.randn(2, 3, 30, 64, generator=generator) + 3
+    grades = torch.randint(0, GRADES + 3, (2, 3, 30), generator=generator).to(torch.uint8)
+    grades[0, 1] = 0
+    shifts = tuple(shift + 41 for shift in first.layout.shifts)
+    layout = GradedLayout(first.layout.widths, 30, (30, 30), shifts, 64, 64)
+    second = GradedStore.encode(keys, values, grades, layout, first.frame, ROTARY)
+    joined = first.join(second)
+    assert joined.tokens == 71 and joined.frame is first.frame
+    for row in range(2):
+        for head in range(3):
+            one, two, both = (store.kept(row, head, ROTARY) for store in (first, second, joined))
+            order = both.positions.argsort()
+            positions = torch.cat([one.positions, two.positions + 41])
+            assert torch.equal(both.positions[order], positions.sort().values)
+            expected = torch.cat([one.keys, two.keys])[positions.argsort()]
+            assert torch.allclose(both.keys[order], expected, atol=1e-4)
+            expected = torch.cat([one.values, two.values])[positions.argsort()]
+            assert torch.allclose(both.values[order], expected, atol=1e-5)
+    query = torch.randn(2, 6, 2, 64, generator=generator)
+    context = AttendContext(0.125, rotary=ROTARY)
+    expected = merge([store.attend(query, None, context) for store in (first, second)])
+    found = joined.attend(query, None, context)
+    assert torch.allclose(found[0], expected[0], atol=1e-4)
+    assert torch.allclose(found[1], expected[1], atol=1e-4)
+    assert first.join(first) is None, "not the positions that follow"
+    assert first.join(second.crop(10)) is None
+    assert first.join(second.select(torch.tensor([0, 1]))) is None, "another frame"

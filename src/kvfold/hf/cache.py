@@ -169,7 +169,7 @@ class FoldedCache(Cache):
         for index, store in zip(sorted(views), stores, strict=True):
             target = self.layers[index]
             assert isinstance(target, FoldedLayer)
-            target.take(store)
+            target.take(store, view.generated)
             self.note(index, store.tokens, max(view.real_tokens), folded=True, generated=view.generated)
             if self.progress is not None and not view.generated:
                 self.progress(index, self.num_layers)

@@ -29,6 +29,8 @@ class Segment:
 
     store: Store
     rows: torch.Tensor | None = None
+    generated: bool = False
+    """A block of generated tokens, not a prompt."""
 
     def select(self, index: torch.Tensor) -> Segment:
         """The segment seen from another choice of batch rows; the store itself is shared."""
@@ -42,9 +44,8 @@ class Segment:
         if len(used) == self.store.rows:
             return self
         store = self.store.select(used)
-        return Segment(
-            store, None if torch.equal(rows, torch.arange(store.rows, device=rows.device)) else rows
-        )
+        own = torch.equal(rows, torch.arange(store.rows, device=rows.device))
+        return replace(self, store=store, rows=None if own else rows)
 
 
 class FoldedLayer(CacheLayerMixin):
@@ -439,13 +440,23 @@ class FoldedLayer(CacheLayerMixin):
         """The model's rotary embedding, where the method works with it."""
         return self.cache.rotary(module) if self.cache.method.needs.rotary else None
 
-    def take(self, store: Store) -> None:
-        """Replace the first tokens of the tail by their folded form."""
+    def take(self, store: Store, generated: bool) -> None:
+        """Replace the first tokens of the tail by their folded form.
+
+        Blocks of generated tokens are joined: each segment costs every later step some work. Prompts are not, since
+        forks share them.
+        """
         assert self.keys is not None and self.values is not None
         self.keys = self.keys[:, :, store.tokens :].clone()
         self.values = self.values[:, :, store.tokens :].clone()
         self.folded_tokens += store.tokens
-        self.segments.append(Segment(store))
+        last = self.segments[-1] if self.segments else None
+        if generated and last is not None and last.generated and last.rows is None:
+            joined = last.store.join(store)
+            if joined is not None:
+                self.segments[-1] = replace(last, store=joined)
+                return
+        self.segments.append(Segment(store, generated=generated))
 
     # ---- bytes ----
 

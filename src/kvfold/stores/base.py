@@ -136,6 +136,10 @@ class Store(ABC):
     def select(self, rows: torch.Tensor) -> Store:
         """A store of the given rows only (int64), in that order."""
 
+    def join(self, following: Store) -> Store | None:
+        """This segment and the one after it as one, where they share all constants; None where they do not."""
+        return None
+
     @abstractmethod
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor the store owns, by name."""

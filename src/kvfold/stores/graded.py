@@ -563,6 +563,63 @@ class GradedStore(Store):
         other.real_tokens = tuple(self.real_tokens[row] for row in chosen)
         return other
 
+    def join(self, following: Store) -> GradedStore | None:
+        if not isinstance(following, GradedStore) or following.frame is not self.frame:
+            return None
+        shifts = tuple(shift + self.tokens for shift in self.layout.shifts)
+        whole = self.tokens == self.layout.tokens and following.tokens == following.layout.tokens
+        if not whole or following.layout.shifts != shifts:
+            return None
+        tokens = self.tokens + following.tokens
+        layout = replace(
+            self.layout,
+            tokens=tokens,
+            real_tokens=tuple(a + b for a, b in zip(self.real_tokens, following.real_tokens, strict=True)),
+        )
+        parts: dict[str, list[Tensor]] = {name: [] for name in self.buffers if name != "counts"}
+        for row, (own, other) in enumerate(zip(self._rows, following._rows, strict=True)):
+            sizes, other_sizes = self._sizes(row), following._sizes(row)
+            for name, pieces in parts.items():
+                left, right = own.buffers[name], other.buffers[name]
+                if name == "positions":
+                    left = left.to(position_dtype(tokens))
+                    right = right.to(left.dtype) + self.tokens
+                pairs = zip(left.split(sizes[name]), right.split(other_sizes[name]), strict=True)
+                pieces += [piece for pair in pairs for piece in pair]
+        buffers = {name: torch.cat(pieces) for name, pieces in parts.items()}
+        buffers["counts"] = self.buffers["counts"] + following.buffers["counts"]
+        return GradedStore(layout, self.frame, buffers)
+
+    def _sizes(self, row: int) -> dict[str, list[int]]:
+        """Elements of each piece of a row's buffers that one head and grade own, in the order they are stored in."""
+        counts = self.buffers["counts"][row].tolist()
+        channels, bits = self.frame.key_counts[row].tolist(), self.frame.value_bits[row].tolist()
+        heads = list(zip(counts, channels, bits, strict=True))
+        keys = [
+            count * packed_bytes(by_width[index], width)
+            for index, width in enumerate(self.layout.widths)
+            for head_counts, head_channels, _ in heads
+            for count, by_width in zip(head_counts, head_channels)
+        ]
+        values = [
+            count * packed_bytes(self.value_dim, width) * (own == width)
+            for width in range(8, 0, -1)
+            for head_counts, _, head_bits in heads
+            for count, own in zip(head_counts, head_bits)
+        ]
+        fine, exact = [head[-2] for head in counts], [head[-1] for head in counts]
+        return {
+            "positions": [count for head in counts for count in head],
+            "key_codes": keys,
+            "value_codes": values,
+            "magnitudes": [count for head in counts for count in head[:-2]],
+            "fine_keys": fine,
+            "fine_values": fine,
+            "fine_scales": fine,
+            "exact_keys": exact,
+            "exact_values": exact,
+        }
+
     def widths(self) -> list[dict[str, dict[int, int]]]:
         counts = self.buffers["counts"].tolist()
         key_counts, value_bits = self.frame.key_counts.tolist(), self.frame.value_bits.tolist()
