@@ -38,7 +38,6 @@ def methods() -> dict[str, list[kvfold.Method]]:
     """Methods by label, one for each budget."""
     return {
         "rdkv": [RDKV(keep=keep) for keep in KEEPS],
-        "rdkv, one price for all": [RDKV(keep=keep, scope="model") for keep in KEEPS],
         "rdkv published": [PublishedRDKV(keep=keep) for keep in KEEPS],
         "snapkv": [SnapKV(keep=keep) for keep in KEEPS],
         "snapkv then int4": [SnapKV(keep=keep, bits=4, group=64) for keep in KEEPS],

@@ -137,7 +137,7 @@ class Store(ABC):
         """A store of the given rows only (int64), in that order."""
 
     def join(self, following: Store) -> Store | None:
-        """This segment and the one after it as one, where they share all constants; None where they do not."""
+        """Make one segment of this and the one after it, if they share all constants; None if they do not."""
         return None
 
     @abstractmethod
