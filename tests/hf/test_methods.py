@@ -308,7 +308,7 @@ def test_a_short_row_in_a_batch_is_kept_whole():
     ids, mask = left_pad(prompt(200, 2), [190, 0])
     cache = fold(model, ids, method, mask)
     for layer in cache.folded_layers:
-        rotary = cache.rotary(layer.module())
+        rotary = cache.rotary(layer.module(), ids.device)
         assert len(layer.segments[0].store.kept(0, 0, rotary).positions) == 10
         assert len(layer.segments[0].store.kept(1, 0, rotary).positions) < 200
 
@@ -405,3 +405,14 @@ def test_attach_leaves_nothing_behind_on_failure():
     with pytest.raises(Exception), attach(model, RDKV(keep=0.5)):  # noqa: B017
         model.generate(prompt(50), max_new_tokens=-4)
     assert "generate" not in vars(model) and not bridge.installed()
+
+
+def test_an_offloaded_model():
+    """With accelerate a module's parameters are elsewhere between its calls: what kvfold keeps follows the states."""
+    accelerate = pytest.importorskip("accelerate")
+    model = tiny_model("llama")
+    offloaded = accelerate.cpu_offload(tiny_model.__wrapped__("llama"), execution_device=torch.device("cpu"))
+    ids, question = prompt(80), prompt(3, seed=2)
+    for method in (RDKV(keep=0.3, window=8), PublishedRDKV(keep=0.3, window=8)):
+        found = steps(offloaded, fold(offloaded, ids, method), question, None)
+        assert torch.equal(found, steps(model, fold(model, ids, method), question, None))

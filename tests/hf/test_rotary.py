@@ -17,6 +17,7 @@ from kvfold.hf.rotary import rotary_of, uses_rotary
 from tests.tiny import ARCHITECTURES, tiny_model
 
 TOKENS = 48
+CPU = torch.device("cpu")
 SCALED = {
     "llama yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
     "llama yarn, attention factor": {
@@ -107,7 +108,7 @@ def test_which_models_have_one(name):
 
 
 def test_scaling_of_attention_is_kept():
-    rotary = rotary_of(attention_modules("llama yarn, attention factor")[0])
+    rotary = rotary_of(attention_modules("llama yarn, attention factor")[0], CPU)
     assert rotary.scale == pytest.approx(1.7)
     x = torch.ones(1, 1, 16)
     assert torch.allclose(rotary.rotate(x, torch.zeros(1, dtype=torch.long)), 1.7 * x)
@@ -116,4 +117,4 @@ def test_scaling_of_attention_is_kept():
 def test_none_where_there_is_no_rope():
     model = tiny_model.__wrapped__("gpt2", n_embd=64, n_layer=2, n_head=4, hidden_size=64)
     module = next(module for module in model.modules() if "Attention" in type(module).__name__)
-    assert rotary_of(module) is None
+    assert rotary_of(module, CPU) is None

@@ -209,11 +209,14 @@ class FoldedCache(Cache):
             other.layers.append(twin)
         return other
 
-    def rotary(self, module: torch.nn.Module) -> ModelRotary | None:
-        """The rotary embedding of an attention module; layers of a kind on one device share it."""
-        key = type(module), next(module.parameters()).device, uses_rotary(module)
+    def rotary(self, module: torch.nn.Module, device: torch.device) -> ModelRotary | None:
+        """The rotary embedding of an attention module; layers of a kind on one device share it.
+
+        `device` is that of the states: the parameters of an offloaded module may be nowhere.
+        """
+        key = type(module), device, uses_rotary(module)
         if key not in self._rotaries:
-            self._rotaries[key] = rotary_of(module)
+            self._rotaries[key] = rotary_of(module, device)
         return self._rotaries[key]
 
     def forget_angles(self) -> None:

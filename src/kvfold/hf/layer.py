@@ -438,7 +438,10 @@ class FoldedLayer(CacheLayerMixin):
 
     def _rotary(self, module: torch.nn.Module) -> Rotary | None:
         """The model's rotary embedding, where the method works with it."""
-        return self.cache.rotary(module) if self.cache.method.needs.rotary else None
+        if not self.cache.method.needs.rotary:
+            return None
+        assert self.keys is not None
+        return self.cache.rotary(module, self.keys.device)
 
     def take(self, store: Store, generated: bool) -> None:
         """Replace the first tokens of the tail by their folded form.

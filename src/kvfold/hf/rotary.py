@@ -95,8 +95,8 @@ def uses_rotary(module: torch.nn.Module) -> bool:
     return not name.startswith("Afmoe") or bool(getattr(module, "is_local_attention", True))
 
 
-def rotary_of(module: torch.nn.Module) -> ModelRotary | None:
-    """Rotary embedding that an attention module's model uses, or None where it cannot be told.
+def rotary_of(module: torch.nn.Module, device: torch.device) -> ModelRotary | None:
+    """Rotary embedding that an attention module's model uses, on the device of its states, or None.
 
     None for models without RoPE, for dynamic scaling (frequencies depend on the length seen), and for
     modelling files that lay theirs out in a way this cannot follow.
@@ -122,7 +122,6 @@ def rotary_of(module: torch.nn.Module) -> ModelRotary | None:
     if embedding_class is None:
         return None
     with torch.no_grad():
-        device = next(module.parameters()).device
         rotary = ModelRotary(embedding_class(config=config).to(device), apply, layer_type)
         cos, _ = rotary.cos_sin(
             torch.zeros(1, 1, 1, device=device), torch.zeros(1, 1, dtype=torch.long, device=device)
