@@ -116,6 +116,9 @@ def _bridge(attention: Callable[..., Any]) -> Callable[..., Any]:
         if layer is None:
             return attention(module, query, key, value, attention_mask, *args, **kwargs)
         _announced.layer = None
+        if key.shape[2] != layer.tail:
+            # Not the call that was announced: that one failed before its attention (an MLA expansion out of memory).
+            return attention(module, query, key, value, attention_mask, *args, **kwargs)
         return layer.attention(attention, module, query, key, value, attention_mask, *args, **kwargs)
 
     return bridged

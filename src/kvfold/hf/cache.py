@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvfold.errors import KvfoldError
+from kvfold.errors import CacheMismatchError, KvfoldError
 from kvfold.hf import bridge
 from kvfold.hf.layer import FoldedLayer
 from kvfold.hf.rotary import ModelRotary, rotary_of, uses_rotary
@@ -131,9 +131,25 @@ class FoldedCache(Cache):
             new = FoldedLayer(self, len(self.layers))
             new.recording = self._recording
             self.layers.append(new)
+        if self._first is self.layers[layer_idx]:
+            self._check_complete()
         states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         _let_go(self.layers[layer_idx])
         return states
+
+    @property
+    def _first(self) -> FoldedLayer | None:
+        return next((layer for layer in self.layers if isinstance(layer, FoldedLayer)), None)
+
+    def _check_complete(self) -> None:
+        """Refuse to go on after a forward pass that failed midway: some layers have its tokens, others do not."""
+        lengths = {layer.get_seq_length() for layer in self.folded_layers}
+        if len(lengths) > 1:
+            least = min(lengths)
+            raise CacheMismatchError(
+                f"a forward pass on this cache was interrupted: its layers hold {least} to {max(lengths)} tokens;"
+                f" call {f'cache.crop({least})' if least else 'cache.reset()'} first, or fold again"
+            )
 
     def get_conv_state(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
         """A linear layer's state (see `transformers.Cache.get_conv_state`)."""
@@ -149,6 +165,12 @@ class FoldedCache(Cache):
         if not self.layers:
             raise KvfoldError("the model's first layer is not attention: give the cache config=model.config")
 
+    def reset(self) -> None:
+        """Forget everything: the cache is as new, told no prompt length."""
+        super().reset()
+        self.prompt_end, self.prompt_hash, self.report = None, None, []
+        self._views, self._account, self._recording = {}, {}, False
+
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens from every layer (see `transformers.Cache.crop`)."""
         super().crop(tokens_to_remove)
@@ -160,6 +182,9 @@ class FoldedCache(Cache):
     def fold_layer(self, layer: FoldedLayer, view: LayerView) -> None:
         """Fold one layer now, or all of them once the last has been seen, as the method's granularity says."""
         layers = self.folded_layers
+        if layer is layers[0]:
+            # A round that was interrupted leaves nothing to the next.
+            self._views, self._account = {}, {}
         view.account, view.folding_layers = self._account, len(layers)
         self._views[layer.layer_idx] = view
         if self.method.granularity == "model" and layer is not layers[-1]:
@@ -194,6 +219,7 @@ class FoldedCache(Cache):
         """A cache that continues from here on its own; the folded segments are shared, not copied."""
         other = FoldedCache(self.method, prompt_tokens=self.prompt_end)
         other.config, other.prompt_hash = self.config, self.prompt_hash
+        other._recording = self._recording
         other.report = list(self.report)
         for layer in self.layers:
             twin = copy.copy(layer)
@@ -208,6 +234,19 @@ class FoldedCache(Cache):
                 twin = copy.deepcopy(layer)
             other.layers.append(twin)
         return other
+
+    def __copy__(self) -> FoldedCache:
+        return self.fork()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FoldedCache:
+        """`copy.deepcopy(cache)` is a fork: stores never change, so sharing them is safe."""
+        memo[id(self)] = other = self.fork()
+        return other
+
+    def __reduce__(self) -> Any:
+        raise KvfoldError(
+            "a FoldedCache cannot be pickled: use cache.save(path) and kvfold.load(path, model)"
+        )
 
     def rotary(self, module: torch.nn.Module, device: torch.device) -> ModelRotary | None:
         """The rotary embedding of an attention module; layers of a kind on one device share it.

@@ -74,6 +74,7 @@ class FoldedLayer(CacheLayerMixin):
         self.block_observer = BlockObserver()
         self.recording = False
         self.reopen = False
+        self._recorded: _Call | None = None
         self.module: weakref.ref[torch.nn.Module] | None = None
         self.identity: Identity | None = None
 
@@ -101,9 +102,10 @@ class FoldedLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
         self._check_states(key_states, value_states)
+        # Nothing may fail between the announcement and the attention call it is for.
+        keys, values = torch.cat([self.keys, key_states], 2), torch.cat([self.values, value_states], 2)
         bridge.announce(self)
-        self.keys = torch.cat([self.keys, key_states], 2)
-        self.values = torch.cat([self.values, value_states], 2)
+        self.keys, self.values = keys, values
         return self.keys, self.values
 
     def _check_states(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -191,6 +193,8 @@ class FoldedLayer(CacheLayerMixin):
                 self.keys = self.keys[:, :, : self.tail - from_tail].clone()
                 self.values = self.values[:, :, : self.values.shape[2] - from_tail].clone()
                 remove -= from_tail
+                if self.prompt_observer is not None:
+                    self.prompt_observer.shorten(from_tail, self.tail)
             while remove:
                 last = self.segments.pop()
                 self.folded_tokens -= last.store.tokens
@@ -203,7 +207,7 @@ class FoldedLayer(CacheLayerMixin):
                     remove -= last.store.tokens
             self.block_observer = BlockObserver()
             self.reopen = False
-        if self.recording and self.prompt_observer is not None:
+        if self._recorded is not None:
             self._finish_recorded_prompt()
 
     # ---- attention ----
@@ -353,7 +357,7 @@ class FoldedLayer(CacheLayerMixin):
         """Fold the first `tokens` of the tail; False where they are too few and stay as they are."""
         observer, self.prompt_observer = self.prompt_observer, None
         assert observer is not None and self.keys is not None
-        real = call.real_tokens if tokens == self.tail else call.count_real(tokens)
+        real = call.count_real(tokens) if tokens < call.valid.shape[2] else call.real_tokens
         if max(real) <= self.cache.method.shortest:
             self.cache.note(self.layer_idx, tokens, max(real), folded=False, generated=False)
             return False
@@ -406,8 +410,8 @@ class FoldedLayer(CacheLayerMixin):
 
     def _finish_recorded_prompt(self) -> None:
         """The first crop of speculative decoding tells which tokens are there to stay: fold them."""
-        call: _Call = self._recorded
-        del self._recorded
+        call, self._recorded = self._recorded, None
+        assert call is not None
         self._fold_prompt(call, self.tail)
 
     def _view(self, call: _Call, tokens: int, real_tokens: tuple[int, ...]) -> LayerView:

@@ -77,6 +77,19 @@ class PromptObserver:
                 seen[:, : self.seen_by.shape[1]] += self.seen_by
             self.mass, self.seen_by = mass, seen
 
+    def shorten(self, removed: int, tokens: int) -> None:
+        """Forget the newest `removed` of the tokens seen; `tokens` are left.
+
+        What the removed queries added to the mass of the others stays.
+        """
+        if self.queries is not None:
+            self.queries = self.queries[:, :, : max(self.queries.shape[2] - removed, 0)].clone()
+        if self.mass is not None and self.seen_by is not None:
+            self.mass, self.seen_by = self.mass[..., :tokens].clone(), self.seen_by[:, :tokens].clone()
+        left = [index < tokens for index in self.sampled_index]
+        self.sampled = [sample[:, :, kept] for sample, kept in zip(self.sampled, left, strict=True)]
+        self.sampled_index = [index[kept] for index, kept in zip(self.sampled_index, left, strict=True)]
+
     def tensors(self) -> list[torch.Tensor]:
         """Live tensors, for the ledger."""
         named = [self.queries, self.mass, self.seen_by, *self.sampled, *self.sampled_index]

@@ -114,7 +114,9 @@ def rotary_of(module: torch.nn.Module, device: torch.device) -> ModelRotary | No
     if any(isinstance(value, dict) for value in parameters.values()):
         # Each layer type has its own (gemma3); the embedding is then told which.
         layer_type = config.layer_types[module.layer_idx]
-        parameters = parameters.get(layer_type) or {}
+        if layer_type not in parameters:
+            return None
+        parameters = parameters[layer_type] or {}
     if parameters.get("rope_type", "default") in ("dynamic", "longrope"):
         return None
     stem = type(module).__name__.removesuffix("Attention")

@@ -19,6 +19,15 @@ CACHE_KEYWORD = "cache" if Version(transformers.__version__) >= Version("5.24.de
 """Name under which models and `generate` take a cache."""
 
 
+UNREADABLE = {
+    "diffllama": "it attends twice with one set of keys",
+    "doge": "it computes its mask from the cached values",
+    "dory": "its layers read each other's cache",
+    "jetmoe": "it repeats keys after caching them",
+}
+"""Model types that fetch attention from the interface, but hand it something other than what they cached."""
+
+
 def check_version() -> None:
     """Refuse a transformers that lacks the cache interface kvfold speaks."""
     if Version(transformers.__version__) < Version(MINIMUM_TRANSFORMERS):
@@ -47,6 +56,12 @@ def check_supported(model: Any) -> None:
             f"{name} does not call transformers' attention interface, so its attention cannot read a folded cache;"
             " use a model whose modelling file takes it from ALL_ATTENTION_FUNCTIONS (llama, qwen, mistral, gemma, ...)"
         )
+    kind = getattr(text_config(config), "model_type", None)
+    why = UNREADABLE.get(kind) if isinstance(kind, str) else None
+    if any(getattr(module, "is_kv_shared_layer", False) for module in model.modules()):
+        why = "some of its layers attend to the keys and values of others"
+    if why is not None:
+        raise UnsupportedModelError(f"{name} cannot read a folded cache: {why}")
     implementation = getattr(config, "_attn_implementation", None)
     if implementation is not None and "flex" in implementation:
         raise UnsupportedModelError(
