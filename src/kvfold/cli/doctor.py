@@ -52,7 +52,9 @@ def examine() -> dict[str, dict[str, Any]]:
     import kvfold
     from kvfold.cli.models import DEMO_NAME, cache_folder
     from kvfold.hf.support import MINIMUM_TRANSFORMERS
+    from kvfold.kernels import graded_cpu
 
+    problem = graded_cpu.available()
     cuda = torch.cuda.is_available()
     fits = Version(transformers.__version__) >= Version(MINIMUM_TRANSFORMERS)
     flash = cuda and _installed("flash_attn")
@@ -79,7 +81,7 @@ def examine() -> dict[str, dict[str, Any]]:
             "eager": fits,
             "sdpa": fits,
             "flash_attention_2": fits and flash,
-            "decode on CPU": "plain torch",
+            "decode on CPU": "C loop" if problem is None else f"plain torch ({problem})",
             "decode on GPU": "plain torch" if cuda else None,
         },
         "extras": {

@@ -23,6 +23,7 @@ from kvfold.codecs.codebook import encode as nearest
 from kvfold.codecs.codebook import gaussian_levels
 from kvfold.codecs.packing import packed_bytes
 from kvfold.codecs.rotation import hadamard
+from kvfold.kernels import graded_cpu
 from kvfold.kernels.position_bias import position_logits, turned_rows
 from kvfold.kernels.reference import Part, soft_cap, softmax_lse
 from kvfold.stores.base import AttendContext, Kept, Rotary, Store, attend_expanded
@@ -413,6 +414,21 @@ class GradedStore(Store):
     def _attend_some(self, row: int, q: Tensor, context: AttendContext) -> Part:
         """As `_attend_row` for scaled queries grouped by KV head (kv_heads, n, key_dim)."""
         frame, part = self.frame, self._rows[row]
+        if q.device.type == "cpu" and q.shape[1] <= graded_cpu.MAX_QUERIES and not graded_cpu.available():
+            found = graded_cpu.attend(
+                q,
+                self._turned(row, q, context.rotary),
+                row,
+                self.layout.widths,
+                self.buffers["counts"],
+                frame.tensors(),
+                part.buffers,
+                self.tokens,
+                context.softcap,
+            )
+            if found is not None:
+                rotated, plain, lse = found
+                return plain.add_(rotated @ value_rotation(self.value_dim, q.device)), lse
         scores = self._scores(row, q, context.rotary)
         weights, lses, coded = [], [], []
         for head, logits in zip(part.heads, scores, strict=True):
@@ -439,10 +455,9 @@ class GradedStore(Store):
         """Logits (n, kept) of each head."""
         frame, part = self.frame, self._rows[row]
         constant = q @ frame.key_mean[row].float()[..., None]
-        turned = None
-        if frame.key_turned is not None:
-            vector, tokens, shift = frame.key_turned[row].float(), self.layout.tokens, self.layout.shifts[row]
-            turned = position_logits(q, vector, _require(rotary), tokens, shift).add_(constant)
+        turned = self._turned(row, q, rotary)
+        if turned is not None:
+            turned += constant
         positions = part.buffers["positions"].int()
         fine_keys, exact_keys = part.buffers["fine_keys"].float(), part.buffers["exact_keys"].float()
         scale, minimum = part.buffers["fine_scales"][:, :2].float().t()
@@ -469,6 +484,17 @@ class GradedStore(Store):
                 channels = scaled[section.head].narrow(1, section.column, section.channels)
                 scores[section.head].narrow(1, section.start, len(z)).addmm_(channels, z.t())
         return scores
+
+    def _turned(self, row: int, q: Tensor, rotary: Rotary | None) -> Tensor | None:
+        """Logits (kv_heads, n, tokens) of the turned vector at every position."""
+        if self.frame.key_turned is None:
+            return None
+        vector, tokens, shift = (
+            self.frame.key_turned[row].float(),
+            self.layout.tokens,
+            self.layout.shifts[row],
+        )
+        return position_logits(q, vector, _require(rotary), tokens, shift)
 
     def _mixed(self, part: _Row, weights: list[Tensor]) -> Tensor:
         """Coded values mixed by weights (n, kept) of each head, still rotated, in units of the magnitude.
