@@ -356,7 +356,7 @@ def _spend(method: PublishedRDKV, heads: list[_Head], bits: list[tuple[Tensor, T
         upgraded = (
             allocate(
                 weights,
-                [value_error[0], *value_error[1:]][1:] or [0.0],
+                value_error[1:],
                 value_cost[1:],
                 spent + left,
                 alive[None],
