@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from kvfold.errors import CacheMismatchError, NonFiniteError, UnsupportedModelError
+from kvfold.errors import CacheMismatchError, NonFiniteError
 from kvfold.hf import bridge
+from kvfold.hf.call import AttentionCall, visible_columns
 from kvfold.hf.fingerprint import Identity, identity_of
 from kvfold.hf.observe import BlockObserver, PromptObserver
 from kvfold.kernels.reference import Part, attend, merge
 from kvfold.ledger import Ledger, tensor_bytes
 from kvfold.methods.base import LayerView
-from kvfold.stores.base import AttendContext, Expand, Rotary, Store
+from kvfold.stores.base import AttendContext, Rotary, Store
 
 if TYPE_CHECKING:
     from kvfold.hf.cache import FoldedCache
@@ -74,7 +75,7 @@ class FoldedLayer(CacheLayerMixin):
         self.block_observer = BlockObserver()
         self.recording = False
         self.reopen = False
-        self._recorded: _Call | None = None
+        self._recorded: AttentionCall | None = None
         self.module: weakref.ref[torch.nn.Module] | None = None
         self.identity: Identity | None = None
 
@@ -232,7 +233,7 @@ class FoldedLayer(CacheLayerMixin):
             # The config has just told that this layer is not one to fold: its stock layer has taken over.
             return base(module, query, key, value, attention_mask, *args, **kwargs)
         self._recognise(module, query.shape[2])
-        call = _Call.of(self, module, query, key, attention_mask, kwargs)
+        call = AttentionCall.of(self.get_seq_length(), module, query, key, attention_mask, kwargs)
         if not self.segments:
             result = base(module, query, key, value, attention_mask, *args, **kwargs)
             parts: list[Part] = []
@@ -261,7 +262,9 @@ class FoldedLayer(CacheLayerMixin):
             )
         self.identity, self.module = identity, weakref.ref(module)
 
-    def _parts(self, call: _Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> list[Part]:
+    def _parts(
+        self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> list[Part]:
         """Attention over each segment, then over the tail, then the model's sinks if it has them."""
         context = AttendContext(call.scaling, call.softcap, call.expand, self._rotary(call.module))
         parts = [segment.store.attend(query, segment.rows, context) for segment in self.segments]
@@ -274,7 +277,7 @@ class FoldedLayer(CacheLayerMixin):
     # ---- folding ----
 
     def _after_attention(
-        self, call: _Call, query: torch.Tensor, key: torch.Tensor, parts: list[Part]
+        self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, parts: list[Part]
     ) -> None:
         end = self.cache.prompt_end
         start = self.folded_tokens
@@ -302,7 +305,12 @@ class FoldedLayer(CacheLayerMixin):
         self.reopen = False
 
     def _observe_prompt(
-        self, call: _Call, query: torch.Tensor, key: torch.Tensor, parts: list[Part], total: int | None
+        self,
+        call: AttentionCall,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        parts: list[Part],
+        total: int | None,
     ) -> None:
         if self.prompt_observer is None:
             self.prompt_observer = PromptObserver(self.cache.method.needs, total)
@@ -320,7 +328,7 @@ class FoldedLayer(CacheLayerMixin):
         assert self.keys is not None
         return self.keys.shape[1]
 
-    def _reopen(self, key: torch.Tensor, call: _Call) -> torch.Tensor:
+    def _reopen(self, key: torch.Tensor, call: AttentionCall) -> torch.Tensor:
         """Put the last segment back in front of the tail: a prompt that came in untold pieces is one prompt.
 
         Evicted tokens come back as invalid zeros, so that positions stay logical.
@@ -353,7 +361,7 @@ class FoldedLayer(CacheLayerMixin):
         self.keys, self.values = (values, keys) if call.expand else (keys, values)
         return torch.cat([seen, key], 2)
 
-    def _fold_prompt(self, call: _Call, tokens: int) -> bool:
+    def _fold_prompt(self, call: AttentionCall, tokens: int) -> bool:
         """Fold the first `tokens` of the tail; False where they are too few and stay as they are."""
         observer, self.prompt_observer = self.prompt_observer, None
         assert observer is not None and self.keys is not None
@@ -372,7 +380,9 @@ class FoldedLayer(CacheLayerMixin):
         self.cache.fold_layer(self, view)
         return True
 
-    def _observe_block(self, call: _Call, query: torch.Tensor, key: torch.Tensor, parts: list[Part]) -> None:
+    def _observe_block(
+        self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, parts: list[Part]
+    ) -> None:
         block = self.cache.method.block
         if not block or self.tail <= block:
             return
@@ -382,7 +392,7 @@ class FoldedLayer(CacheLayerMixin):
             else attend(query, key, key, call.scaling, call.tail_mask(), call.softcap)[1]
         )
         mask = call.tail_mask()
-        visible = None if mask is None else _visible(mask)[..., :block]
+        visible = None if mask is None else visible_columns(mask)[..., :block]
         self.block_observer.observe(
             query,
             key[:, :, :block],
@@ -404,7 +414,7 @@ class FoldedLayer(CacheLayerMixin):
         view.generated = True
         self.cache.fold_layer(self, view)
 
-    def _key_dim(self, call: _Call) -> int:
+    def _key_dim(self, call: AttentionCall) -> int:
         assert self.keys is not None and self.values is not None
         return (self.values if call.expand else self.keys).shape[-1]
 
@@ -414,7 +424,7 @@ class FoldedLayer(CacheLayerMixin):
         assert call is not None
         self._fold_prompt(call, self.tail)
 
-    def _view(self, call: _Call, tokens: int, real_tokens: tuple[int, ...]) -> LayerView:
+    def _view(self, call: AttentionCall, tokens: int, real_tokens: tuple[int, ...]) -> LayerView:
         assert self.keys is not None and self.values is not None
         keys, values = self.keys[:, :, :tokens], self.values[:, :, :tokens]
         if call.expand:
@@ -497,119 +507,3 @@ class FoldedLayer(CacheLayerMixin):
             exact = 0
         purposes = {purpose: count for purpose, count in purposes.items() if count}
         return Ledger(purposes, full + exact, folded, full, self.get_seq_length())
-
-
-@dataclass
-class _Call:
-    """One attention call as folding sees it; columns are the tail's."""
-
-    module: torch.nn.Module
-    new: int
-    tail: int
-    scaling: float
-    softcap: float | None
-    sinks: torch.Tensor | None
-    mask: torch.Tensor | None
-    valid: torch.Tensor
-    """(batch, 1 or kv_heads, tail) bool"""
-    positions: torch.Tensor
-    real_tokens: tuple[int, ...]
-    expand: Expand | None
-
-    @staticmethod
-    def of(
-        layer: FoldedLayer,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        attention_mask: Any,
-        kwargs: dict[str, Any],
-    ) -> _Call:
-        batch, _, new, _ = query.shape
-        tail = key.shape[2]
-        if attention_mask is not None and not isinstance(attention_mask, torch.Tensor):
-            raise UnsupportedModelError(
-                f"attention masks of type {type(attention_mask).__name__} (flex_attention) cannot be split between"
-                " folded and exact tokens; load the model with attn_implementation='sdpa'"
-            )
-        mask = None
-        if attention_mask is None:
-            valid = torch.ones(batch, 1, tail, dtype=torch.bool, device=key.device)
-        elif attention_mask.dim() == 2:
-            valid = attention_mask[:, None, -tail:].bool()
-        else:
-            mask = attention_mask[..., -tail:]
-            valid = _visible(mask)[:, 0, -1:, :].expand(batch, -1, -1)
-        scaling = kwargs.get("scaling")
-        return _Call(
-            module=module,
-            new=new,
-            tail=tail,
-            scaling=float(query.shape[-1] ** -0.5 if scaling is None else scaling),
-            softcap=kwargs.get("softcap"),
-            sinks=kwargs.get("s_aux"),
-            mask=mask,
-            valid=valid,
-            positions=_tail_positions(valid[:, 0], kwargs.get("position_ids"), new, layer.get_seq_length()),
-            real_tokens=tuple(int(count) for count in valid[:, 0].sum(-1)),
-            expand=_expand_of(module),
-        )
-
-    def __post_init__(self) -> None:
-        self.tail_positions = self.positions
-
-    def tail_mask(self) -> torch.Tensor | None:
-        """Mask over the tail's columns, (batch, 1, new, tail), or None where every query sees all of it."""
-        if self.mask is not None:
-            return self.mask
-        tail_valid = self.valid[:, :, -self.tail :]
-        mask = None
-        if self.new > 1:
-            last = torch.arange(self.tail - self.new, self.tail, device=self.valid.device)
-            mask = (torch.arange(self.tail, device=self.valid.device) <= last[:, None])[None, None]
-        if not bool(tail_valid.all()):
-            padding = tail_valid[:, :1, None, :]
-            mask = padding.expand(-1, -1, self.new, -1) if mask is None else mask & padding
-        return mask
-
-    def count_real(self, tokens: int) -> tuple[int, ...]:
-        """Real tokens of each row among the first `tokens`."""
-        return tuple(int(count) for count in self.valid[:, 0, :tokens].sum(-1))
-
-
-def _visible(mask: torch.Tensor) -> torch.Tensor:
-    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-
-
-def _tail_positions(
-    valid: torch.Tensor, position_ids: torch.Tensor | None, new: int, length: int
-) -> torch.Tensor:
-    """RoPE positions (batch, tail) of the tail, from those of the call's own tokens.
-
-    Positions count real tokens where the call's own positions do (`generate`), and every token where they are a
-    plain range (a bare forward pass).
-    """
-    batch, tail = valid.shape
-    plain = torch.arange(tail - 1, -1, -1, device=valid.device).expand(batch, -1)
-    if position_ids is None or position_ids.dim() != 2:
-        return length - 1 - plain
-    last = position_ids[:, -1:].to(valid.device).long().expand(batch, 1)
-    own = position_ids.to(valid.device).long().expand(batch, -1)
-    if new > 1 and bool((own[:, 1:] - own[:, :-1] == 1).all()):
-        return last - plain
-    after = valid.flip(1).cumsum(1).flip(1) - 1
-    return last - after.clamp_min(0)
-
-
-def _expand_of(module: torch.nn.Module) -> Expand | None:
-    """For multi-head latent attention: (rotary part, latent) to per-head keys and values."""
-    expand_kv = getattr(module, "expand_kv", None)
-    if expand_kv is None:
-        return None
-    dtype = next(module.parameters()).dtype
-
-    def expand(rotary: torch.Tensor, latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = expand_kv(latent.to(dtype), rotary.to(dtype))
-        return keys, values
-
-    return expand
