@@ -48,7 +48,7 @@ def methods() -> dict[str, list[kvfold.Method]]:
 
 def prepare(model: str, text: str, out: str) -> None:
     """Tokenised cases: document, question and answer for each depth and needle."""
-    from kvfold.cli.prompt import prompt_of
+    from kvfold.prompt import prompt_of
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     words = tokenizer(Path(text).read_text(), add_special_tokens=False)["input_ids"]
@@ -65,14 +65,15 @@ def prepare(model: str, text: str, out: str) -> None:
         for depth in DEPTHS:
             cut = int(room * depth)
             document = before + words[start : start + cut] + needle + words[start + cut : start + room]
-            question = template.first(
-                f"What is the secret number of the {thing}? Answer with the number only."
-            )
+            question = template.first(f"What is the secret number of the {thing}?")
             cases.append(
                 {
                     "document": document,
                     "next": words[start + room : start + room + NEXT],
-                    "question": tokenizer(question, add_special_tokens=False)["input_ids"],
+                    # The answer's first words are given, so that models differ in what they know, not how they word it.
+                    "question": tokenizer(
+                        question + f"The secret number of the {thing} is ", add_special_tokens=False
+                    )["input_ids"],
                     "number": tokenizer(code, add_special_tokens=False)["input_ids"],
                     "depth": depth,
                 }

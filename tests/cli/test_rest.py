@@ -12,7 +12,7 @@ import pytest
 
 from kvfold import METHODS, __version__, demo
 from kvfold.cli.options import describe, parse
-from kvfold.cli.prompt import PLAIN, Template
+from kvfold.prompt import PLAIN, Template
 from kvfold.errors import KvfoldError
 
 from .conftest import save_model

@@ -85,7 +85,7 @@ def open_folded(path: str, model: str | None, device: str, *, quiet: bool) -> tu
     from kvfold.api import load
     from kvfold.artifact import read_manifest
     from kvfold.cli.models import load_model
-    from kvfold.cli.prompt import Template
+    from kvfold.prompt import Template
 
     extra = read_manifest(path).get("extra") or {}
     spec = model or extra.get("model")

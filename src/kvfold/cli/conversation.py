@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from kvfold.cli.prompt import Template, context_length, tokens_of
 from kvfold.errors import KvfoldError
 from kvfold.hf import CACHE_KEYWORD, FoldedCache
+from kvfold.prompt import Template, context_length, tokens_of
 
 
 @dataclass(frozen=True)

@@ -94,8 +94,8 @@ def _full_cache(model: Any, tokenizer: Any, text: str) -> tuple[Any, float]:
     import torch
     from transformers import DynamicCache
 
-    from kvfold.cli.prompt import PLAIN, document_tokens, prompt_of
     from kvfold.hf import CACHE_KEYWORD
+    from kvfold.prompt import PLAIN, document_tokens, prompt_of
 
     prefix, template = prompt_of(tokenizer, text)
     ids = document_tokens(tokenizer, prefix, model.config, templated=template != PLAIN, truncate=False)

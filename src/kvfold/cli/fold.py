@@ -132,7 +132,7 @@ def fold_document(
     import torch
 
     from kvfold.api import fold as fold_prompt
-    from kvfold.cli.prompt import PLAIN, document_tokens, prompt_of
+    from kvfold.prompt import PLAIN, document_tokens, prompt_of
 
     prefix, template = prompt_of(tokenizer, text)
     ids = document_tokens(tokenizer, prefix, model.config, templated=template != PLAIN, truncate=truncate)

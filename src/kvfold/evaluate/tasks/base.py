@@ -1,0 +1,115 @@
+"""What a task is: documents made from a seed, what is asked of them, and how an answer is scored."""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar
+
+Count = Callable[[str], int]
+"""Tokens of a text for the model at hand."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One question about a document.
+
+    Attributes
+    ----------
+    question : str
+        What the user asks.
+    references : tuple of str
+        Right answers: `Task.score` says whether all or any are wanted.
+    answer_prefix : str
+        First words of the answer, given to the model, so that models differ in what they know and not in how they word it.
+    max_new_tokens : int
+    """
+
+    question: str
+    references: tuple[str, ...]
+    answer_prefix: str = ""
+    max_new_tokens: int = 32
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One document and what is asked of it.
+
+    Attributes
+    ----------
+    context : str
+        The document, which is folded.
+    turns : tuple of Turn
+        Asked one after another of the same cache, each after the model's own answer to the one before.
+    continuation : str
+        Instead of turns: the document's own next words, fed to the model and scored token by token.
+    instruction : str
+        What the task tells the model before the document ("": nothing).
+    images : tuple of bytes
+        Encoded images of the document, in order, each where `context` says `<image>`.
+    about : mapping
+        What tells this sample from others of its task, for tables and charts (`depth`, `needles`, ...).
+    """
+
+    context: str
+    turns: tuple[Turn, ...] = ()
+    continuation: str = ""
+    instruction: str = ""
+    images: tuple[bytes, ...] = ()
+    about: Mapping[str, str | int | float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task(ABC):
+    """A way to make samples and to score answers; its fields are the task's options.
+
+    Class attributes
+    ----------------
+    name : str
+        On the command line and in results.
+    source : str
+        Where the task comes from.
+    metric : str
+        What `score` is ("recall", "exact match", "F1", "perplexity", ...).
+    higher_is_better : bool
+    """
+
+    name: ClassVar[str]
+    source: ClassVar[str]
+    metric: ClassVar[str]
+    higher_is_better: ClassVar[bool] = True
+
+    @abstractmethod
+    def sample(self, index: int, tokens: int, count: Count, rng: random.Random) -> Sample:
+        """The sample with that index.
+
+        Parameters
+        ----------
+        index : int
+            From 0; tasks with a grid (needle depths) walk it by the index.
+        tokens : int
+            The instruction, the document and the first question together take at most this many tokens, and
+            nearly as many; the runner takes off what the chat template adds.
+        count : callable
+            Tokens of a text.
+        rng : random.Random
+            Seeded from the run's seed, the task and the index: the only source of chance.
+
+        Raises
+        ------
+        KvfoldError
+            `tokens` is too short for the task (the message names the least), or a data set lacks a field (row and
+            field named).
+        IndexError
+            A data set has no such row.
+        """
+
+    def score(self, answer: str, turn: Turn) -> float:
+        """Score of an answer, in [0, 1]. Tasks that score a continuation have none."""
+        raise NotImplementedError(f"{self.name} scores a continuation, not an answer")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Name and options as plain data."""
+        return {"task": self.name, **asdict(self)}
