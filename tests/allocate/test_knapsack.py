@@ -196,6 +196,24 @@ def test_choice_is_a_threshold_on_the_weight():
         assert (by_weight.diff() > 0).sum() == 0
 
 
+@pytest.mark.parametrize("average", [1, 20, 36, 60, 131, 250])
+def test_choice_is_a_threshold_on_weight_and_index(average):
+    """With a handful of distinct weights every boundary falls among equals, and padding equal to them stays out."""
+    generator = torch.Generator().manual_seed(average)
+    weights = torch.randint(0, 6, (3, 2000), generator=generator).float() * -0.0
+    weights += torch.tensor([0.0, 1e-42, 1e-3, 0.5, 1.0, 70.0])[
+        torch.randint(0, 6, (3, 2000), generator=generator)
+    ]
+    valid = torch.rand(3, 2000, generator=generator) < 0.7
+    choice = allocate(weights, EPS, COST, valid.sum(1) * average, valid)
+    assert (choice[~valid] == 0).all()
+    for row, picks, real in zip(weights, choice.long(), valid):
+        ranked = sorted(zip((-row[real]).tolist(), range(2000), picks[real].tolist()))
+        served = [pick for _, _, pick in ranked]
+        assert served == sorted(served, reverse=True)
+        assert len(set(served)) > 1
+
+
 def test_agrees_with_general():
     weights = lognormal(3, 700)
     budget = torch.tensor([700 * 10, 700 * 50, 700 * 120])

@@ -15,11 +15,10 @@ those of lower index.
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-# Positive floats compare as their bit patterns do; both functions below rely on it.
-_INF32 = 0x7F80_0000
 _INF64 = 0x7FF0_0000_0000_0000
 # Choices on a straight stretch of a hull belong to it, whatever the rounding of their slopes.
 _NEARLY = 1 - 1e-12
@@ -83,8 +82,7 @@ def allocate(
     device = weights.device
     money = _check_budget(budget, pools, device)
 
-    # Adding 0 turns -0 into 0, whose bit pattern is not that of a negative number.
-    weights = weights.float() + 0.0
+    weights = weights.detach().float()
     if valid is not None:
         weights = weights.masked_fill(~valid, 0.0)
         members = valid.sum(1)
@@ -95,6 +93,8 @@ def allocate(
     choice = torch.zeros(pools, units, dtype=torch.uint8, device=device)
     if units == 0 or pools == 0 or len(price) == 1:
         return choice
+    if valid is not None:
+        weights = weights.masked_fill(~valid, -1.0)
 
     hull = _hull(eps, price)
     step_cost = torch.tensor([price[b] - price[a] for a, b in zip(hull, hull[1:])], device=device)
@@ -102,16 +102,10 @@ def allocate(
     # On a straight stretch of the hull rounding alone could make a later step look the worthier one.
     worth = torch.tensor(slope, dtype=torch.float64, device=device).cummin(0).values
 
-    # One stable sort puts the units of every pool from the heaviest to the lightest, padding last. The whole
-    # state of the solver is then `taken` (pools, steps): the heaviest taken[p, j] units of pool p have taken
-    # step j. It never rises with j, because the worth of a unit's steps falls. (A 1-D sort of integers is a
-    # radix sort on CPU too.)
-    pool_key = (torch.arange(pools, device=device) << 32)[:, None]
-    rank_key = (pool_key + (_INF32 - 1)) - weights.view(torch.int32)
-    if valid is not None:
-        rank_key = torch.where(valid, rank_key, pool_key + _INF32)
-    keys, order = rank_key.flatten().sort(stable=True)
-    start = torch.arange(pools, device=device)[:, None] * units
+    # The whole state of the solver is `taken` (pools, steps): the heaviest taken[p, j] units of pool p have taken
+    # step j. It never rises with j, because the worth of a unit's steps falls. Which units these are is only asked at
+    # the end, so weights are sorted without their indices.
+    ascending = _sort(weights)
 
     def count(price_bits: Tensor) -> Tensor:
         """Units to which a step is worth a price: its float64 bits (pools, n) -> count (pools, n, steps)."""
@@ -119,10 +113,10 @@ def allocate(
         rounded = least.float()
         above = torch.nextafter(rounded, torch.full_like(rounded, torch.inf))
         rounded = torch.where(rounded.double() < least, above, rounded)
-        wanted = (_INF32 - 1) - rounded.view(torch.int32).long() + pool_key[..., None]
-        return torch.searchsorted(keys, wanted, right=True) - start[..., None]
+        return units - torch.searchsorted(ascending, rounded.flatten(1)).view(rounded.shape)
 
-    # The lowest affordable price, searched 63 probes at a time over all float64 prices from 0 to infinity.
+    # The lowest affordable price, searched 63 probes at a time over all float64 prices from 0 to infinity: positive
+    # floats compare as their bit patterns do.
     low = torch.full((pools, 1), -1, dtype=torch.int64, device=device)
     high = torch.full((pools, 1), _INF64, dtype=torch.int64, device=device)
     probe = torch.arange(1, 64, device=device)
@@ -145,15 +139,11 @@ def allocate(
         money = money - more * step_cost[j]
         above_step = taken[:, j]
 
-    sorted_weights = _Weights(keys, start, units)
-    taken, money = _spend_on_hull(taken, money, members, sorted_weights, step_cost, worth)
-    rank = torch.arange(units, device=device)
-    ranked = torch.full((pools, units), hull[0], dtype=torch.uint8, device=device)
-    for j, index in enumerate(hull[1:]):
-        ranked.masked_fill_(rank < taken[:, j, None], index)
+    taken, money = _spend_on_hull(taken, money, members, ascending, step_cost, worth)
+    for j, (a, b) in enumerate(zip(hull, hull[1:])):
+        choice.add_(_heaviest(weights, ascending, taken[:, j]), alpha=b - a)
     if len(hull) < len(price):
-        _spend_off_hull(ranked, taken, money, members, sorted_weights, hull, eps, price)
-    choice.view(-1).scatter_(0, order, ranked.view(-1))
+        _spend_off_hull(choice, weights, taken, money, members, hull, eps, price)
     return choice
 
 
@@ -250,20 +240,35 @@ def allocate_general(distortion: Tensor, cost: Tensor, budget: int | Sequence[in
         now = torch.where(torch.zeros_like(took).scatter_(1, order, took), target, now)
 
 
-class _Weights:
-    """Weights by rank, read back from the sorted keys of `allocate`."""
+def _sort(weights: Tensor) -> Tensor:
+    """(pools, units) float32, each pool ascending."""
+    if weights.device.type != "cpu":
+        return weights.sort(1).values
+    # torch would sort indices along, at some twenty times the time of NumPy's vectorised sort.
+    return torch.from_numpy(np.sort(weights.numpy(), axis=1))
 
-    def __init__(self, keys: Tensor, start: Tensor, units: int):
-        self.keys, self.start, self.units = keys, start, units
 
-    def at(self, rank: Tensor) -> Tensor:
-        """(pools, n) rank -> (pools, n) float64 weight; ranks outside are clamped, the caller masks them."""
-        key = self.keys[rank.clamp(0, self.units - 1) + self.start] & 0xFFFF_FFFF
-        return (_INF32 - 1 - key).to(torch.int32).view(torch.float32).double()
+def _at_rank(ascending: Tensor, rank: Tensor) -> Tensor:
+    """Weights (pools, n) of ranks (pools, n), 0 the heaviest; ranks outside are clamped, the caller masks them."""
+    last = ascending.shape[1] - 1
+    return ascending.gather(1, (last - rank).clamp(0, last))
+
+
+def _heaviest(weights: Tensor, ascending: Tensor, number: Tensor) -> Tensor:
+    """1 for the heaviest number[p] units of each pool p, of equal ones the first; (pools, units) uint8."""
+    lightest = _at_rank(ascending, number[:, None] - 1)
+    lightest = lightest.masked_fill(number[:, None] == 0, torch.inf)
+    chosen = weights > lightest
+    heavier = ascending.shape[1] - torch.searchsorted(ascending, lightest, right=True)
+    pool, unit = (weights == lightest).nonzero(as_tuple=True)
+    among_equals = torch.arange(len(pool), device=pool.device) - torch.searchsorted(pool, pool)
+    first = among_equals < (number - heavier[:, 0])[pool]
+    chosen[pool[first], unit[first]] = True
+    return chosen.view(torch.uint8)
 
 
 def _spend_on_hull(
-    taken: Tensor, money: Tensor, members: Tensor, weights: _Weights, step_cost: Tensor, worth: Tensor
+    taken: Tensor, money: Tensor, members: Tensor, ascending: Tensor, step_cost: Tensor, worth: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Take the worthiest hull step that fits, again and again; less than one dear step is left to spend."""
     pools = torch.arange(len(money), device=money.device)
@@ -273,7 +278,7 @@ def _spend_on_hull(
         possible = (room > 0) & fits
         if not possible.any():
             return taken, money
-        value = torch.where(possible, weights.at(taken) * worth, -1.0)
+        value = torch.where(possible, _at_rank(ascending, taken).double() * worth, -1.0)
         best = value.argmax(1)
         step = step_cost[best]
         # With a single step cheap enough there is nothing to weigh, so take as many as fit in one round.
@@ -284,16 +289,16 @@ def _spend_on_hull(
 
 
 def _spend_off_hull(
-    ranked: Tensor,
+    choice: Tensor,
+    weights: Tensor,
     taken: Tensor,
     money: Tensor,
     members: Tensor,
-    weights: _Weights,
     hull: list[int],
     eps: list[float],
     price: list[int],
 ) -> None:
-    """Spend what buys no hull step on choices between two hull choices; changes ``ranked`` in place."""
+    """Spend what buys no hull step on choices between two hull choices; changes ``choice`` in place."""
     between = [(level, b) for level, (a, z) in enumerate(zip(hull, hull[1:])) for b in range(z - 1, a, -1)]
     level = torch.tensor([level for level, _ in between], device=money.device)
     target = torch.tensor([b for _, b in between], device=money.device)
@@ -302,6 +307,7 @@ def _spend_off_hull(
         [eps[hull[level]] - eps[b] for level, b in between], dtype=torch.float64, device=money.device
     )
     pools = torch.arange(len(money), device=money.device)
+    order = weights.sort(dim=1, descending=True, stable=True).indices
     # At each level the next unit to serve is the heaviest one there that still has its hull choice.
     next_rank = taken.clone()
     end = torch.cat([members[:, None], taken[:, :-1]], 1)
@@ -309,13 +315,14 @@ def _spend_off_hull(
         possible = (next_rank < end)[:, level] & (extra <= money[:, None])
         if not possible.any():
             return
+        unit = order.gather(1, next_rank[:, level].clamp(max=order.shape[1] - 1))
         # The largest saving, not the best rate: the unit then has all that it could afford and need not be
         # seen again.
-        value = torch.where(possible, weights.at(next_rank)[:, level] * saving, -1.0)
+        value = torch.where(possible, weights.gather(1, unit).double() * saving, -1.0)
         best = value.argmax(1)
         some = possible.any(1)
-        rank = next_rank[pools, level[best]].clamp(max=ranked.shape[1] - 1)
-        ranked[pools, rank] = torch.where(some, target[best].to(torch.uint8), ranked[pools, rank])
+        served = unit[pools, best]
+        choice[pools, served] = torch.where(some, target[best].to(torch.uint8), choice[pools, served])
         next_rank[pools, level[best]] += some.long()
         money = money - torch.where(some, extra[best], 0)
 
