@@ -49,6 +49,10 @@ class Sample:
         What the task tells the model before the document ("": nothing).
     images : tuple of bytes
         Encoded images of the document, in order, each where `context` says `<image>`.
+    verbatim : bool
+        `context` and the first question are a benchmark's published prompt, cut in two where the document ends: joined
+        as they are, with nothing around them but what a chat template puts around a user's words, and no text ends an
+        answer. `context` neither begins nor ends with white space; the question may.
     about : mapping
         What tells this sample from others of its task, for tables and charts (`depth`, `needles`, ...).
     """
@@ -58,6 +62,7 @@ class Sample:
     continuation: str = ""
     instruction: str = ""
     images: tuple[bytes, ...] = ()
+    verbatim: bool = False
     about: Mapping[str, str | int | float] = field(default_factory=dict)
 
 
