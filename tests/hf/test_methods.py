@@ -12,6 +12,7 @@ from kvfold.errors import BudgetError, CacheMismatchError, KvfoldError, NonFinit
 from kvfold.hf import CACHE_KEYWORD, FoldedCache, bridge
 from kvfold.hf.layer import Segment
 from kvfold.ledger import tensors_in
+from kvfold.methods import TurboQuant, Uniform
 from kvfold.stores.base import Store
 from tests.tiny import left_pad, prompt, tiny_model
 
@@ -31,6 +32,9 @@ METHODS = {
     "snapkv": SnapKV(keep=0.3, window=8),
     "snapkv-int4": SnapKV(keep=0.3, window=8, bits=4, group=16),
     "kivi": KIVI(bits=4, group=16, residual=8),
+    "uniform": Uniform(bits=4, group=16, block_tokens=16),
+    "turboquant": TurboQuant(bits=3, bias="out", block_tokens=16),
+    "turboquant-prod": TurboQuant(bits=4, variant="prod", rotation="haar"),
 }
 methods = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 

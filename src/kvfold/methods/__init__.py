@@ -6,12 +6,14 @@ from dataclasses import fields
 from typing import Any
 
 from kvfold.methods.base import LayerView, Method, Needs
-from kvfold.methods.baselines import KIVI, SnapKV
+from kvfold.methods.baselines import KIVI, SnapKV, TurboQuant, Uniform
 from kvfold.methods.full import Full
 from kvfold.methods.rdkv import RDKV
 from kvfold.methods.rdkv_published import PublishedRDKV
 
-METHODS: dict[str, type[Method]] = {cls.name: cls for cls in (RDKV, PublishedRDKV, SnapKV, KIVI, Full)}
+METHODS: dict[str, type[Method]] = {
+    cls.name: cls for cls in (RDKV, PublishedRDKV, SnapKV, KIVI, Uniform, TurboQuant, Full)
+}
 """Every method by its command-line name."""
 
 
@@ -44,5 +46,7 @@ __all__ = [
     "Needs",
     "PublishedRDKV",
     "SnapKV",
+    "TurboQuant",
+    "Uniform",
     "make_method",
 ]

@@ -64,11 +64,14 @@ class Kept:
     ----------
     positions : (kept,) int64, logical index within the segment, in the store's own order
     keys, values : (kept, key_dim | value_dim) float32
+    bias : (kept,) float32 or None
+        Added to the token's logits, after scaling and capping.
     """
 
     positions: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor
+    bias: torch.Tensor | None = None
 
 
 class Store(ABC):

@@ -2,5 +2,7 @@
 
 from kvfold.methods.baselines.kivi import KIVI
 from kvfold.methods.baselines.snapkv import SnapKV
+from kvfold.methods.baselines.turboquant import TurboQuant
+from kvfold.methods.baselines.uniform import Uniform
 
-__all__ = ["KIVI", "SnapKV"]
+__all__ = ["KIVI", "SnapKV", "TurboQuant", "Uniform"]

@@ -1,0 +1,94 @@
+"""What every store must do, checked against float64 attention over its own decoded content."""
+
+from __future__ import annotations
+
+import torch
+
+from kvfold.stores import store_from_state
+from kvfold.stores.base import AttendContext
+
+
+class Turn:
+    """A rotary embedding of two-dimensional turns, by complex numbers."""
+
+    scale = 1.0
+
+    def _turn(self, x, positions, sign):
+        rates = 0.3 ** torch.arange(x.shape[-1] // 2, dtype=torch.float64)
+        angles = positions.double()[:, None] * rates * sign
+        pairs = torch.view_as_complex(x.double().unflatten(-1, (-1, 2)).contiguous())
+        return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2).float()
+
+    def rotate(self, x, positions):
+        return self._turn(x, positions, 1)
+
+    def unrotate(self, x, positions):
+        return self._turn(x, positions, -1)
+
+
+def exact(store, query, rows=None, scaling=0.1, rotary=None, softcap=None):
+    """float64 attention over the decoded content, query by query."""
+    batch, heads, count, _ = query.shape
+    output = torch.zeros(batch, heads, count, store.value_dim, dtype=torch.float64)
+    lse = torch.full((batch, heads, count), -torch.inf, dtype=torch.float64)
+    for b in range(batch):
+        for h in range(heads):
+            kept = store.kept(b if rows is None else int(rows[b]), h * store.kv_heads // heads, rotary)
+            if not len(kept.positions):
+                continue
+            scores = query[b, h].double() @ kept.keys.double().T * scaling
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            if kept.bias is not None:
+                scores = scores + kept.bias.double()
+            output[b, h] = scores.softmax(-1) @ kept.values.double()
+            lse[b, h] = scores.logsumexp(-1)
+    return output, lse
+
+
+def assert_attends(store, rotary=None, rows=None, queries=3, group=2, softcap=None):
+    batch = store.rows if rows is None else len(rows)
+    query = torch.randn(batch, store.kv_heads * group, queries, store.key_dim)
+    output, lse = store.attend(query, rows, AttendContext(0.1, softcap, rotary=rotary))
+    expected, expected_lse = exact(store, query, rows, 0.1, rotary, softcap)
+    assert torch.allclose(output.double(), expected, atol=3e-5, rtol=1e-4)
+    assert torch.allclose(lse.double(), expected_lse, atol=1e-4)
+
+
+def assert_same(one, two, rotary=None, rows=None):
+    """Both hold the same content; rows maps those of `one` to those of `two`."""
+    for new in range(one.rows):
+        for head in range(one.kv_heads):
+            a, b = one.kept(new, head, rotary), two.kept(new if rows is None else rows[new], head, rotary)
+            assert torch.equal(a.positions, b.positions)
+            assert torch.equal(a.keys, b.keys) and torch.equal(a.values, b.values)
+
+
+def assert_behaves(store, rotary=None):
+    """Attention, shared rows, selection, cropping, state and bytes."""
+    assert_attends(store, rotary)
+    assert_attends(store, rotary, softcap=1.5)
+    assert_attends(store, rotary, rows=torch.tensor([store.rows - 1, 0, store.rows - 1]))
+    chosen = store.select(torch.tensor([store.rows - 1, 0]))
+    assert chosen.rows == 2
+    assert_same(chosen, store, rotary, rows=[store.rows - 1, 0])
+    assert_attends(chosen, rotary)
+    shorter = store.crop(store.tokens - 7)
+    assert shorter.tokens == store.tokens - 7 and shorter.nbytes <= store.nbytes
+    assert [new + 7 for new in shorter.real_tokens] == list(store.real_tokens)
+    for row in range(store.rows):
+        before, after = store.kept(row, 0, rotary), shorter.kept(row, 0, rotary)
+        alive = before.positions < shorter.tokens
+        assert torch.equal(before.positions[alive], after.positions)
+        assert torch.equal(before.keys[alive], after.keys)
+    assert_attends(shorter, rotary)
+    again = store_from_state(store.kind, store.tensors(), store.meta())
+    assert_same(again, store, rotary)
+    assert (again.tokens, again.real_tokens, again.nbytes) == (store.tokens, store.real_tokens, store.nbytes)
+    again = store_from_state(store.kind, shorter.tensors(), shorter.meta())
+    assert_same(again, shorter, rotary)
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in store.tensors().values()
+    }
+    assert sum(storages.values()) == store.nbytes
+    assert set(store.ledger()) == {store.purposes[name] for name in store.tensors()}
