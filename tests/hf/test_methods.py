@@ -12,7 +12,19 @@ from kvfold.errors import BudgetError, CacheMismatchError, KvfoldError, NonFinit
 from kvfold.hf import CACHE_KEYWORD, FoldedCache, bridge
 from kvfold.hf.layer import Segment
 from kvfold.ledger import tensors_in
-from kvfold.methods import TurboQuant, Uniform
+from kvfold.methods import (
+    RKV,
+    TOVA,
+    AdaKV,
+    ExpectedAttention,
+    KeyDiff,
+    Knorm,
+    PyramidKV,
+    Random,
+    StreamingLLM,
+    TurboQuant,
+    Uniform,
+)
 from kvfold.stores.base import Store
 from tests.tiny import left_pad, prompt, tiny_model
 
@@ -36,7 +48,37 @@ METHODS = {
     "turboquant": TurboQuant(bits=3, bias="out", block_tokens=16),
     "turboquant-prod": TurboQuant(bits=4, variant="prod", rotation="haar"),
 }
+SELECTIONS = {
+    "adakv": AdaKV(keep=0.3, window=8),
+    "expected-attention": ExpectedAttention(keep=0.3, bits=4, group=16),
+    "keydiff": KeyDiff(keep=0.3),
+    "knorm": Knorm(keep=0.3, bits=8),
+    "pyramidkv": PyramidKV(keep=0.3, window=8),
+    "random": Random(keep=0.3),
+    "rkv": RKV(keep=0.3, block_tokens=16),
+    "streaming-llm": StreamingLLM(keep=0.3),
+    "tova": TOVA(keep=0.3),
+}
+"""They fold by the same code as SnapKV, so a few architectures will do."""
 methods = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+
+
+def methods_and(*selections):
+    """Every method, and some of the selections."""
+    table = {**METHODS, **{name: SELECTIONS[name] for name in selections}}
+    return pytest.mark.parametrize("method", table.values(), ids=table)
+
+
+def methods_on(*architectures, selections_on):
+    """Every method on every architecture; the selections on some."""
+    cases = [
+        pytest.param(architecture, method, id=f"{architecture}-{name}")
+        for table, names in ((METHODS, architectures), (SELECTIONS, selections_on))
+        for architecture in names
+        for name, method in table.items()
+    ]
+    return pytest.mark.parametrize(("architecture", "method"), cases)
+
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "gemma3_text", "glm4", "deepseek_v3", "smollm3"]
 NEW = 6
@@ -66,6 +108,8 @@ class DecodedStore(Store):
                 scores = query[b, h].double() @ keys.double().T * context.scaling
                 if context.softcap is not None:
                     scores = torch.tanh(scores / context.softcap) * context.softcap
+                if kept.bias is not None:
+                    scores = scores + kept.bias.double()
                 output.append(scores.softmax(-1) @ values.double())
                 lse.append(scores.logsumexp(-1))
             outputs.append(torch.stack(output))
@@ -125,8 +169,7 @@ def assert_within(cache, method):
     assert cache.ledger().total == sum(storages.values())
 
 
-@methods
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@methods_on(*ARCHITECTURES, selections_on=["glm4", "deepseek_v3"])
 def test_question_after_a_folded_padded_batch(architecture, method):
     model = tiny_model(architecture)
     ids, mask = left_pad(prompt(90, 3), [20, 0, 35])
@@ -165,8 +208,7 @@ def steps(model, cache, ids, mask):
     return torch.cat(logits, 1)
 
 
-@methods
-@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "deepseek_v3"])
+@methods_on("llama", "gemma3_text", "deepseek_v3", selections_on=["llama"])
 def test_chunks_change_nothing(architecture, method):
     model = tiny_model(architecture)
     ids, mask = left_pad(prompt(90, 2), [12, 0])
@@ -189,8 +231,7 @@ def test_chunks_change_nothing(architecture, method):
         assert 0.9 * method.keep < ledger.folded_ratio <= method.keep
 
 
-@methods
-@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "deepseek_v3"])
+@methods_on("llama", "gemma3_text", "deepseek_v3", selections_on=["llama"])
 def test_turns_fold_again(architecture, method):
     model = tiny_model(architecture)
     cache = FoldedCache(method)
@@ -230,7 +271,7 @@ def test_beams_crop_and_batch_operations(architecture, method):
     assert torch.equal(generate(model, question, cropped), generate(model, question, twin))
 
 
-@methods
+@methods_and("rkv")
 def test_long_generation_stays_small(method):
     model = tiny_model("llama")
     if not method.block:
@@ -295,7 +336,7 @@ def test_the_ledger_is_every_live_byte(method):
     assert appeared == cache.ledger().total
 
 
-@methods
+@methods_and(*SELECTIONS)
 def test_short_prompts_pass_through(method):
     model = tiny_model("llama")
     for tokens in (1, 5):

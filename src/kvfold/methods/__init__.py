@@ -6,13 +6,45 @@ from dataclasses import fields
 from typing import Any
 
 from kvfold.methods.base import LayerView, Method, Needs
-from kvfold.methods.baselines import KIVI, SnapKV, TurboQuant, Uniform
+from kvfold.methods.baselines import (
+    KIVI,
+    RKV,
+    TOVA,
+    AdaKV,
+    ExpectedAttention,
+    KeyDiff,
+    Knorm,
+    PyramidKV,
+    Random,
+    SnapKV,
+    StreamingLLM,
+    TurboQuant,
+    Uniform,
+)
 from kvfold.methods.full import Full
 from kvfold.methods.rdkv import RDKV
 from kvfold.methods.rdkv_published import PublishedRDKV
 
 METHODS: dict[str, type[Method]] = {
-    cls.name: cls for cls in (RDKV, PublishedRDKV, SnapKV, KIVI, Uniform, TurboQuant, Full)
+    cls.name: cls
+    for cls in (
+        AdaKV,
+        ExpectedAttention,
+        Full,
+        KeyDiff,
+        KIVI,
+        Knorm,
+        PublishedRDKV,
+        PyramidKV,
+        Random,
+        RDKV,
+        RKV,
+        SnapKV,
+        StreamingLLM,
+        TOVA,
+        TurboQuant,
+        Uniform,
+    )
 }
 """Every method by its command-line name."""
 
@@ -40,12 +72,21 @@ __all__ = [
     "KIVI",
     "METHODS",
     "RDKV",
+    "RKV",
+    "TOVA",
+    "AdaKV",
+    "ExpectedAttention",
     "Full",
+    "KeyDiff",
+    "Knorm",
     "LayerView",
     "Method",
     "Needs",
     "PublishedRDKV",
+    "PyramidKV",
+    "Random",
     "SnapKV",
+    "StreamingLLM",
     "TurboQuant",
     "Uniform",
     "make_method",
