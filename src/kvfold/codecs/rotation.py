@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def hadamard(dim: int, seed: int) -> Tensor:
-    """Randomised Hadamard rotation: random signs, then a normalised Hadamard matrix.
+    """Randomised Hadamard rotation: random signs, then a normalised Hadamard matrix (as in QuaRot).
 
     For ``dim = m * 2^k`` with m odd and above 1 (80, 96, 112 ...), for which a plain Hadamard matrix need not
     exist, the matrix is the Kronecker product of a Haar rotation of size m and the Hadamard matrix of size
@@ -25,7 +25,7 @@ def hadamard(dim: int, seed: int) -> Tensor:
     Returns
     -------
     Tensor (dim, dim) float32
-        Orthogonal, on the CPU. Rotate with ``x @ matrix.T``, rotate back with ``y @ matrix``.
+        Orthogonal, on the CPU whatever the default device. Rotate with ``x @ matrix.T``, rotate back with ``y @ matrix``.
 
     Raises
     ------
@@ -47,20 +47,22 @@ def haar(dim: int, seed: int) -> Tensor:
 
     Parameters
     ----------
-    dim : int
-        Size, at least 1.
-    seed : int
-        The same seed gives the same matrix.
+    dim, seed : int
+        As for `hadamard`.
 
     Returns
     -------
     Tensor (dim, dim) float32
-        Orthogonal, on the CPU. Rotate with ``x @ matrix.T``, rotate back with ``y @ matrix``.
+        As `hadamard` returns it.
 
     Raises
     ------
     ValueError
         If ``dim`` is below 1.
+
+    References
+    ----------
+    Mezzadri, "How to generate random matrices from the classical compact groups" (2007), section 5.
     """
     return _haar(dim, _generator(dim, seed)).float()
 
