@@ -25,7 +25,7 @@ def hadamard(dim: int, seed: int) -> Tensor:
     Returns
     -------
     Tensor (dim, dim) float32
-        Orthogonal, on the CPU whatever the default device. Rotate with ``x @ matrix.T``, rotate back with ``y @ matrix``.
+        Orthogonal, on the CPU. Rotate with ``x @ matrix.T``, rotate back with ``y @ matrix``.
 
     Raises
     ------
