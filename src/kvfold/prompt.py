@@ -61,11 +61,23 @@ PLAIN = Template(before="\n\nQuestion: ", after="\nAnswer:", between="\n\nQuesti
 """For models without a chat template."""
 
 
-def prompt_of(tokenizer: Any, document: str) -> tuple[str, Template]:
+def has_chat(tokenizer: Any) -> bool:
+    """Whether the model comes with a chat template."""
+    return bool(getattr(tokenizer, "chat_template", None))
+
+
+def prompt_of(tokenizer: Any, document: str, *, chat: bool = True) -> tuple[str, Template]:
     """The text to fold, and the template of the questions about it.
 
     With a chat template the document opens the user's first turn, and the question ends that turn, so that the
     text to fold stops where the document does.
+
+    Parameters
+    ----------
+    tokenizer
+    document : str
+    chat : bool
+        Use the model's chat template where it has one; False: plain text.
 
     Raises
     ------
@@ -75,7 +87,7 @@ def prompt_of(tokenizer: Any, document: str) -> tuple[str, Template]:
     document = document.strip()
     if not document:
         raise KvfoldError("the document is empty")
-    if not getattr(tokenizer, "chat_template", None):
+    if not chat or not has_chat(tokenizer):
         return document, PLAIN
     first = {"role": "user", "content": document + _DOCUMENT_END}
     rendered = _render(tokenizer, [first])
@@ -103,10 +115,7 @@ def document_tokens(
     KvfoldError
         Longer than the model's context, unless `truncate` cuts its end.
     """
-    ids = tokens_of(tokenizer, prefix)
-    bos = getattr(tokenizer, "bos_token_id", None)
-    if not templated and bos is not None and tokenizer("a")["input_ids"][:1] == [bos]:
-        ids = [bos, *ids]
+    ids = ([] if templated else start_tokens(tokenizer)) + tokens_of(tokenizer, prefix)
     limit = context_length(config)
     if limit is None or len(ids) < limit:
         return ids
@@ -118,6 +127,12 @@ def document_tokens(
     return ids[: limit - min(RESERVED, limit // 8)]
 
 
+def start_tokens(tokenizer: Any) -> list[int]:
+    """What the tokenizer puts before a plain text: its begin token, or nothing."""
+    bos = getattr(tokenizer, "bos_token_id", None)
+    return [bos] if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else []
+
+
 def tokens_of(tokenizer: Any, text: str) -> list[int]:
     """Token ids of a piece of text, nothing added."""
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
@@ -127,3 +142,17 @@ def context_length(config: Any) -> int | None:
     """Most positions a model was made for, or None if its config does not say."""
     limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     return int(limit) if limit else None
+
+
+def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Tokens that end an answer: the model's own, or the tokenizer's."""
+    ends = getattr(model.generation_config, "eos_token_id", None)
+    if ends is None:
+        ends = tokenizer.eos_token_id
+    return frozenset(ends if isinstance(ends, list | tuple) else [] if ends is None else [ends])
+
+
+def cut_at(text: str, stop: str) -> str | None:
+    """An answer up to its stop text, or None while that has not come; white space before the answer stops nothing."""
+    found = text.find(stop, len(text) - len(text.lstrip())) if stop else -1
+    return None if found < 0 else text[:found]

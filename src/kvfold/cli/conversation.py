@@ -11,7 +11,7 @@ import torch
 
 from kvfold.errors import KvfoldError
 from kvfold.hf import CACHE_KEYWORD, FoldedCache
-from kvfold.prompt import Template, context_length, tokens_of
+from kvfold.prompt import Template, context_length, cut_at, end_tokens, tokens_of
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Conversation:
         self.template, self.max_new_tokens = template, max_new_tokens
         self.answer: Answer | None = None
         self._unread: list[int] = []
-        self._end = _end_tokens(model, tokenizer)
+        self._end = end_tokens(model, tokenizer)
         if isinstance(cache, FoldedCache):
             # What speculative decoding asks for, and we too: fold nothing that comes after the document.
             cache.activate_past_recording()
@@ -87,9 +87,9 @@ class Conversation:
             if token in self._end:
                 break
             text = self.tokenizer.decode(made, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-            stop = text.find(self.template.stop, _leading_space(text)) if self.template.stop else -1
-            if stop >= 0:
-                text = text[:stop]
+            cut = cut_at(text, self.template.stop)
+            if cut is not None:
+                text = cut
                 break
             if not text.endswith("\ufffd"):  # half of a character: the rest may come
                 yield text[len(shown) :]
@@ -129,15 +129,3 @@ class Conversation:
             )
             step = output.logits[:, -1:].argmax(-1)
             yield int(step)
-
-
-def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Tokens that end an answer: the model's own, or the tokenizer's."""
-    ends = getattr(model.generation_config, "eos_token_id", None)
-    if ends is None:
-        ends = tokenizer.eos_token_id
-    return frozenset(ends if isinstance(ends, list | tuple) else [] if ends is None else [ends])
-
-
-def _leading_space(text: str) -> int:
-    return len(text) - len(text.lstrip())

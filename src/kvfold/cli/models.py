@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import importlib.util
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
@@ -46,32 +47,62 @@ def load_model(
     """
     import torch
 
-    if device == "cuda" and not torch.cuda.is_available():
+    if device.startswith("cuda") and not torch.cuda.is_available():
         raise KvfoldError("--device cuda: torch sees no CUDA device (kvfold doctor tells more)")
     target = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+    def load(path: str) -> tuple[Any, Any]:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype), tokenizer
+
+    model, tokenizer = _opened(spec, load, quiet)
+    return model.to(target).eval(), tokenizer
+
+
+def load_outline(spec: str, *, quiet: bool = False) -> tuple[Any, Any]:
+    """Config and tokenizer of a model, without its weights.
+
+    Raises
+    ------
+    KvfoldError
+        As for `load_model`.
+    """
+
+    def load(path: str) -> tuple[Any, Any]:
+        from transformers import AutoConfig, AutoTokenizer
+
+        return AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+
+    return _opened(spec, load, quiet)
+
+
+def _opened(spec: str, load: Callable[[str], tuple[Any, Any]], quiet: bool) -> tuple[Any, Any]:
     path = str(demo_folder(quiet=quiet)) if spec == DEMO else os.path.expanduser(spec)
-    with working(f"loading {spec}", quiet=quiet):
-        return _load(path, spec, dtype, target)
-
-
-def _load(path: str, spec: str, dtype: str, device: str) -> tuple[Any, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     if os.path.isdir(path):
         if not os.path.isfile(os.path.join(path, "config.json")):
             raise KvfoldError(f"--model {spec}: the folder has no config.json, so it holds no model")
     elif os.path.exists(path):
         raise KvfoldError(f"--model {spec}: a file; give a model folder, a hub id, or {DEMO!r}")
-    with _quiet_transformers():
+    with working(f"loading {spec}", quiet=quiet), _quiet_transformers():
         try:
-            tokenizer = AutoTokenizer.from_pretrained(path)
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+            return load(path)
         except (OSError, ValueError, KeyError) as error:
             reason = " ".join(str(error).split())
             if not os.path.isdir(path):
                 reason = f"neither a local folder nor a model the hub gives: {reason}"
-            raise KvfoldError(f"--model {spec}: {reason}") from error
-    return model.to(device).eval(), tokenizer
+            raise KvfoldError(f"--model {spec}: {reason}{_near(path)}") from error
+
+
+def _near(path: str) -> str:
+    """Folders of nearly that name, for a path that was mistyped."""
+    place = Path(path)
+    if os.path.isdir(path) or not place.parent.is_dir():
+        return ""
+    names = [entry.name for entry in place.parent.iterdir() if (entry / "config.json").is_file()]
+    near = difflib.get_close_matches(place.name, names, 3, 0.5)
+    return f" (did you mean {', '.join(str(place.with_name(name)) for name in near)}?)" if near else ""
 
 
 @contextmanager

@@ -38,8 +38,8 @@ class _Recorder(Method):
         return 0
 
     def fold(self, views: Sequence[LayerView]) -> list[Store]:
-        # Own copies: the views are of a tail that the cache lets go of.
-        self.views.extend(replace(view, keys=view.keys.clone(), values=view.values.clone()) for view in views)
+        # The views share the stores' memory, so that the exact prompt is there once.
+        self.views.extend(views)
         return Full().fold(views)
 
 
@@ -67,15 +67,17 @@ class Prefill:
         methods: Sequence[Method],
         attention_mask: torch.Tensor | None = None,
     ):
+        check_supported(model)
+        self.model, self.tokens = model, input_ids.shape[1]
         needs = [method.needs for method in methods]
+        sampled = {need.sampled for need in needs if need.sampled}
         wants = Needs(
             window=max(need.window for need in needs),
             all_queries=any(need.all_queries for need in needs),
-            sampled=max(need.sampled for need in needs),
+            # Samples of different sizes are different queries: take them all, and give each method its own.
+            sampled=self.tokens if len(sampled) > 1 else max(sampled, default=0),
             rotary=any(need.rotary for need in needs),
         )
-        check_supported(model)
-        self.model, self.tokens = model, input_ids.shape[1]
         recorder = _Recorder(wants=wants)
         self._exact = FoldedCache(recorder, model.config, prompt_tokens=self.tokens)
         self.logits = prefill(model, self._exact, input_ids, attention_mask)
@@ -95,8 +97,23 @@ class Prefill:
         if max(self.views[0].real_tokens) <= method.shortest:
             return cache
         for layer, view in zip(layers, self.views, strict=True):
-            cache.fold_layer(layer, replace(view))
+            cache.fold_layer(layer, _seen(view, method.needs))
         return cache
+
+
+def _seen(view: LayerView, needs: Needs) -> LayerView:
+    """Of what was collected for every method, what a prefill for this one alone would have collected."""
+    view = replace(view, rotary=view.rotary if needs.rotary else None)
+    view.queries = view.queries[:, :, -needs.window :] if needs.window and view.queries is not None else None
+    if not needs.all_queries:
+        view.mass = view.seen_by = None
+    if not needs.sampled:
+        view.sampled = view.sampled_index = None
+    elif view.sampled is not None and view.sampled_index is not None:
+        stride = -(-view.tokens // needs.sampled)
+        chosen = view.sampled_index % stride == 0
+        view.sampled, view.sampled_index = view.sampled[:, :, chosen], view.sampled_index[chosen]
+    return view
 
 
 @torch.no_grad()

@@ -82,6 +82,12 @@ class FoldedCache(Cache):
         """Tell that the current prompt is complete when the cache has seen `length` logical tokens."""
         self.prompt_end = length
 
+    def keep_exact(self, exact: bool = True) -> None:
+        """Keep tokens from here on exact in the tail, or (False) fold them as the method's `block` says."""
+        self._recording = exact
+        for layer in self.folded_layers:
+            layer.recording = exact
+
     # ---- layers ----
 
     def _build_layers(self, config: Any) -> None:
