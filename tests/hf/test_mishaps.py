@@ -149,6 +149,7 @@ def test_assisted_decoding_whatever_was_told(told, chunk):
         ("diffllama", {"num_key_value_heads": 4}),
         ("doge", {}),
         ("jetmoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16}),
+        ("minimax", {"num_local_experts": 4, "num_experts_per_tok": 2}),
         (
             "gemma3n_text",
             {

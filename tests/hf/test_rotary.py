@@ -39,6 +39,11 @@ SCALED = {
 MORE = {
     "exaone4": dict(sliding_window=8, layer_types=["sliding_attention", "full_attention", "full_attention"]),
     "gpt_neox": dict(rotary_pct=0.25),
+    # Their files split the heads before they turn them, or turn one tensor at a time.
+    "persimmon": dict(partial_rotary_factor=0.5),
+    "phi": dict(partial_rotary_factor=0.5),
+    "stablelm": dict(partial_rotary_factor=0.25),
+    "gemma4_unified_text": dict(layer_types=["full_attention"] * 3),
 }
 NAMES = [*ARCHITECTURES, *MORE, *SCALED]
 

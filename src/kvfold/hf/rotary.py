@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -23,13 +24,16 @@ class ModelRotary:
     Parameters
     ----------
     embedding : module mapping (x, position_ids (1, tokens)) to (cos, sin)
-    apply : callable (q, k, cos, sin) -> (q, k)
+    apply : callable (q, k, cos, sin) -> (q, k), or (x, cos, sin) -> x
     layer_type : str, optional
         Which of its kinds an embedding with several (gemma3) is to use.
     """
 
     def __init__(self, embedding: torch.nn.Module, apply: Callable[..., Any], layer_type: str | None = None):
         self.embedding, self.apply = embedding, apply
+        self._one = "cos" in list(inspect.signature(apply).parameters)[:2]
+        self.partial = False
+        """Whether `apply` wants only the channels that turn (phi, persimmon, stablelm split heads before the call)."""
         self.options = {} if layer_type is None else {"layer_type": layer_type}
         name = "attention_scaling" if layer_type is None else f"{layer_type}_attention_scaling"
         self.scale = float(getattr(embedding, name, 1.0))
@@ -67,8 +71,12 @@ class ModelRotary:
         flat = x.float().reshape(1, -1, *shape[-2:])
         cos, sin = self._angles(flat, positions)
         scale = self.scale
-        turned, _ = self.apply(flat, flat[:, :1], cos / scale, (-sin if backwards else sin) / scale)
         rotary_dims = cos.shape[-1]
+        states = flat[..., :rotary_dims] if self.partial else flat
+        angles = cos / scale, (-sin if backwards else sin) / scale
+        turned = self.apply(states, *angles) if self._one else self.apply(states, states[:, :1], *angles)[0]
+        if self.partial:
+            turned = torch.cat([turned, flat[..., rotary_dims:]], -1)
         if scale != 1.0:
             turned = turned.clone()
             turned[..., :rotary_dims] *= 1 / scale if backwards else scale
@@ -129,4 +137,20 @@ def rotary_of(module: torch.nn.Module, device: torch.device) -> ModelRotary | No
             torch.zeros(1, 1, 1, device=device), torch.zeros(1, 1, dtype=torch.long, device=device)
         )
     head_dim = int(getattr(module, "head_dim", 0) or cos.shape[-1])
-    return None if rotary.scale != 1 and cos.shape[-1] != head_dim else rotary
+    if rotary.scale != 1 and cos.shape[-1] != head_dim:
+        return None
+    if getattr(config, "kv_lora_rank", None) or _turns(rotary, head_dim, device):
+        return rotary
+    rotary.partial = True
+    return rotary if _turns(rotary, head_dim, device) else None
+
+
+def _turns(rotary: ModelRotary, head_dim: int, device: torch.device) -> bool:
+    """Whether the modelling file's function takes heads of that size."""
+    try:
+        with torch.no_grad():
+            rotary.rotate(torch.zeros(1, head_dim, device=device), torch.zeros(1, dtype=torch.long, device=device))
+    except (RuntimeError, TypeError, ValueError, IndexError):
+        return False
+    rotary.forget()
+    return True

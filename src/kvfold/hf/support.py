@@ -24,8 +24,9 @@ UNREADABLE = {
     "doge": "it computes its mask from the cached values",
     "dory": "its layers read each other's cache",
     "jetmoe": "it repeats keys after caching them",
+    "minimax": "its forward pass takes only a cache class of its own",
 }
-"""Model types that fetch attention from the interface, but hand it something other than what they cached."""
+"""Model types that fetch attention from the interface, but not in a way that a folded cache can serve."""
 
 
 def check_version() -> None:
