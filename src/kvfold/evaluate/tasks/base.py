@@ -86,6 +86,9 @@ class Task(ABC):
     metric: ClassVar[str]
     higher_is_better: ClassVar[bool] = True
 
+    def check(self) -> None:
+        """Raise KvfoldError before any work if samples cannot be made: a package, a file or a field is missing."""
+
     @abstractmethod
     def sample(self, index: int, tokens: int, count: Count, rng: random.Random) -> Sample:
         """The sample with that index.
