@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from kvfold.artifact import read_manifest
+from kvfold.artifact import load_stores, read_manifest
+from kvfold.methods.rdkv_published import WIDTH_SETS
 
 from .conftest import CONTEXT, TEXT
 
@@ -109,6 +110,19 @@ def test_dtype_is_the_models_and_is_remembered(kvfold, document, model_folder):
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["dtype"] == "bfloat16"
     assert kvfold("ask", "lamp.kvf", "What colour?", "--max-new-tokens", "2").exit_code == 0
+
+
+def test_widths_chosen_by_measurement(kvfold, document, model_folder):
+    options = ["--method", "rdkv-published", "--keep", "0.5", "--option", "widths=auto", "--json"]
+    result = kvfold("fold", document, "--model", model_folder, *options)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["method"]["widths"] == "auto"
+    manifest, layers = load_stores("lamp.kvf")
+    assert manifest["method"]["widths"] == "auto"
+    assert all(store.layout.value_widths in WIDTH_SETS for stores in layers for store in stores)
+    fixed = [*options[:4], "--option", "widths=4,16", "--json"]
+    assert kvfold("fold", document, "--model", model_folder, *fixed).exit_code == 0
+    assert load_stores("lamp.kvf")[1][0][0].layout.value_widths == (4, 16)
 
 
 def test_too_long_a_document(kvfold, model_folder, tmp_path):

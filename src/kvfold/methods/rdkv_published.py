@@ -11,7 +11,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -22,14 +22,17 @@ from kvfold.allocate.budget import Budget
 from kvfold.allocate.knapsack import allocate, allocate_general
 from kvfold.errors import BudgetError, KvfoldError
 from kvfold.methods.base import LayerView, Method, Needs
+from kvfold.methods.full import Full
 from kvfold.methods.scores import all_mass, key_energy, query_energy, smooth, window_mass
-from kvfold.stores.base import Store
+from kvfold.stores.base import AttendContext, Store
 from kvfold.stores.trizone import Layout, TriZoneStore
 
 PUBLISHED_VALUE_ERROR = {0: 1.0, 2: 0.31287, 4: 0.013986, 8: 4.855e-5, 16: 0.0}
 """Relative squared error of a value token by width: the table that the released code ships (Llama-3.1-8B)."""
 PUBLISHED_KEY_ERROR = {0: 1.0, 2: 0.14894, 4: 0.0062426, 8: 2.176e-5, 16: 0.0}
 """The same for a key channel."""
+WIDTH_SETS = ((2, 4, 8, 16), (4, 8, 16), (4, 16))
+"""What `widths="auto"` chooses from, the paper's first: a 2-bit value is often not worth its bytes."""
 
 
 def load_table(path: str | os.PathLike[str]) -> dict[str, tuple[tuple[int, float], ...]]:
@@ -85,8 +88,10 @@ class PublishedRDKV(Method):
         Error of a width relative to width 0: the table, 2^-b (paper, Bennett) or 4^-b (its square).
     value_error, key_error : tuple of (width, error)
         The table; `kvfold calibrate rdkv` makes one. Default: the released one.
-    widths : tuple of int
-        Widths above 0 that a unit may get; keys at 16 are stored with 8 (as published).
+    widths : tuple of int, or "auto"
+        Widths above 0 that a unit may get; keys at 16 are stored with 8 (as published). "auto" folds each layer (with
+        `scope="model"`: all of them) with each of `WIDTH_SETS` within the same bytes and keeps the one whose store
+        errs least in the attention output of the newest queries; generated tokens follow their prompt.
     key_share : float
         Part of the budget meant for keys (the paper's rho).
     scope : "head", "layer" or "model"
@@ -112,7 +117,7 @@ class PublishedRDKV(Method):
     distortion: Literal["table", "linear", "square"] = "table"
     value_error: tuple[tuple[int, float], ...] = tuple(PUBLISHED_VALUE_ERROR.items())
     key_error: tuple[tuple[int, float], ...] = tuple(PUBLISHED_KEY_ERROR.items())
-    widths: tuple[int, ...] = (2, 4, 8, 16)
+    widths: tuple[int, ...] | Literal["auto"] = WIDTH_SETS[0]
     key_share: float = 0.5
     scope: Literal["head", "layer", "model"] = "head"
     key_group: int | None = None
@@ -122,13 +127,14 @@ class PublishedRDKV(Method):
 
     def __post_init__(self) -> None:
         self.budget  # noqa: B018 (raises on a bad budget)
-        if not self.widths or any(width not in (1, 2, 3, 4, 5, 6, 7, 8, 16) for width in self.widths):
-            raise ValueError(f"widths must be chosen from 1 to 8 and 16, got {self.widths}")
+        widths = {width for widths in self._width_sets for width in widths}
+        if not widths or not widths <= {1, 2, 3, 4, 5, 6, 7, 8, 16}:
+            raise ValueError(f"widths must be chosen from 1 to 8 and 16, or be 'auto', got {self.widths!r}")
         if not 0 < self.key_share < 1:
             raise ValueError(f"key_share must lie between 0 and 1, got {self.key_share}")
         if self.distortion == "table":
             for table, field in ((self.value_error, "value_error"), (self.key_error, "key_error")):
-                missing = sorted({0, *self.widths} - {width for width, _ in table} - {16})
+                missing = sorted({0, *widths} - {width for width, _ in table} - {16})
                 if missing:
                     raise ValueError(
                         f"{field} has no entry for width {missing}; calibrate, or use distortion='square'"
@@ -156,8 +162,8 @@ class PublishedRDKV(Method):
         return self.block_tokens
 
     def check(self, tokens: int, kv_heads: int, key_dim: int, value_dim: int) -> None:
-        layout = self._layout(tokens, (tokens,), key_dim, value_dim)
-        least = layout.fixed_bytes(kv_heads) + kv_heads * self._least_head(layout)
+        layouts = [self._layout(widths, tokens, (tokens,), key_dim, value_dim) for widths in self._width_sets]
+        least = max(layout.fixed_bytes(kv_heads) + kv_heads * self._least_head(layout) for layout in layouts)
         full = 2 * tokens * kv_heads * (key_dim + value_dim)
         if self.budget.counts_metadata and self.budget.bytes(tokens, kv_heads, key_dim, value_dim) < least:
             raise BudgetError(
@@ -196,12 +202,44 @@ class PublishedRDKV(Method):
         """Weight of each key channel (Proposition 3.2, squared), (batch, kv_heads, key_dim) float32."""
         return query_energy(view, self.window) * key_energy(view)
 
+    # ---- widths ----
+
+    @property
+    def _width_sets(self) -> tuple[Sequence[int], ...]:
+        """The widths, or what "auto" chooses from."""
+        return WIDTH_SETS if self.widths == "auto" else (self.widths,)
+
+    def _fold_with_best_widths(self, views: Sequence[LayerView]) -> list[Store]:
+        if views[0].queries is None:
+            before = views[0].previous[0] if views[0].previous is not None else None
+            widths = before.layout.value_widths if isinstance(before, TriZoneStore) else WIDTH_SETS[0]
+            return replace(self, widths=widths).fold(views)
+        exact = [_newest_output(store, view) for store, view in zip(Full().fold(views), views, strict=True)]
+        best: list[Store] = []
+        least = math.inf
+        for widths in WIDTH_SETS:
+            stores = replace(self, widths=widths).fold(views)
+            error = 0.0
+            for store, view, output in zip(stores, views, exact, strict=True):
+                difference = (_newest_output(store, view) - output).square().sum()
+                error += float(difference / output.square().sum().clamp_min(1e-30))
+            if error < least:
+                best, least = stores, error
+        return best
+
     # ---- folding ----
 
-    def _layout(self, tokens: int, real_tokens: tuple[int, ...], key_dim: int, value_dim: int) -> Layout:
+    def _layout(
+        self,
+        widths: Sequence[int],
+        tokens: int,
+        real_tokens: tuple[int, ...],
+        key_dim: int,
+        value_dim: int,
+    ) -> Layout:
         return Layout(
-            value_widths=tuple(sorted(self.widths)),
-            key_widths=tuple(sorted({min(width, 8) for width in self.widths})),
+            value_widths=tuple(sorted(widths)),
+            key_widths=tuple(sorted({min(width, 8) for width in widths})),
             value_group=self.value_group,
             key_group=self.key_group,
             tokens=tokens,
@@ -217,8 +255,11 @@ class PublishedRDKV(Method):
         )
 
     def fold(self, views: Sequence[LayerView]) -> list[Store]:
+        if self.widths == "auto":
+            return self._fold_with_best_widths(views)
         layouts = [
             self._layout(
+                self.widths,
                 view.tokens,
                 view.real_tokens,
                 view.keys.shape[-1],
@@ -263,6 +304,12 @@ class PublishedRDKV(Method):
         if self.scope == "layer":
             return heads
         return [[pair for layer in heads for pair in layer]]
+
+
+def _newest_output(store: Store, view: LayerView) -> Tensor:
+    """Attention of the newest queries over all of a store (batch, heads, window, value_dim) float32, unmasked."""
+    assert view.queries is not None
+    return store.attend(view.queries, None, AttendContext(view.scaling, view.softcap, view.expand))[0]
 
 
 @dataclass(frozen=True)
