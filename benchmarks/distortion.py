@@ -189,7 +189,8 @@ def main() -> None:
             " (Student's t of 8 degrees of freedom), and about as well by 128 normal numbers of which one is four times"
             " or eight are twice as large. The shipped key table is met within 3 % by channels of 4096 normal numbers whose"
             " means spread by 1.5 standard deviations, their errors summed and put over the summed energy: not the mean of"
-            " errors over variances that it is called, which nothing tried meets. Nothing tried meets the fallback key table: its 8-bit error is a"
+            " errors over variances that it is called, which nothing tried meets. Nor does anything tried meet the fallback"
+            " key table: its 8-bit error is a"
             " 180th of its 4-bit one, where a min-max quantiser's is a 289th, so it would take a part of about 2.3e-5 that"
             " does not fall with the width. A fit shows what the numbers may stand for, not what they were measured on."
         ),
