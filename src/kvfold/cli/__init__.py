@@ -13,6 +13,7 @@ from kvfold.cli.chat import chat as chat_command
 from kvfold.cli.console import Commands
 from kvfold.cli.demo import demo as demo_command
 from kvfold.cli.doctor import doctor as doctor_command
+from kvfold.cli.eval import eval_ as eval_command
 from kvfold.cli.fold import fold as fold_command
 from kvfold.cli.inspect import inspect as inspect_command
 from kvfold.cli.methods import methods as methods_command
@@ -55,10 +56,12 @@ for _command, _example in (
     (inspect_command, "report.kvf --png heat.png"),
     (methods_command, "--json"),
     (calibrate_command, "rdkv demo --text novel.txt -o table.json"),
+    (eval_command, "-m demo --method rdkv --method snapkv:bits=4 --keep 0.25,0.1 --task needle -o results"),
     (doctor_command, ""),
     (demo_command, "--keep 0.1"),
 ):
-    app.command(epilog=f"Example: kvfold {_command.__name__} {_example}".rstrip())(_command)
+    _name = _command.__name__.rstrip("_")
+    app.command(_name, epilog=f"Example: kvfold {_name} {_example}".rstrip())(_command)
 
 
 def main() -> None:

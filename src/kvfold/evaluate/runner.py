@@ -66,6 +66,8 @@ class Summary:
         Of the grid's cells, measured now or before.
     notes : list of str
         For the user.
+    dead : int
+        Workers that ended before their share was done.
     """
 
     run: str
@@ -74,6 +76,7 @@ class Summary:
     errors: list[Row]
     rows: list[Row]
     notes: list[str] = field(default_factory=list)
+    dead: int = 0
 
 
 def run(
@@ -131,6 +134,7 @@ def run(
     ]
     todo = [cell for cell in every if cell not in plan.done]
     this = _run(grid, outlines, command)
+    died: list[str] = []
     if todo:
         with Appender(folder / results.RUNS) as file:
             file.write(this)
@@ -140,7 +144,7 @@ def run(
                 progress(done, len(todo))
 
         if workers > 1:
-            notes += _launch(plan, this.id, workers, tick)
+            died = _launch(plan, this.id, workers, tick)
         elif ranks > 1:
             _share(plan, this.id, tick)
         else:
@@ -153,7 +157,8 @@ def run(
         skipped=len(every) - len(todo),
         errors=[row for row in rows if row.error is not None],
         rows=rows,
-        notes=[*plan.notes, *notes],
+        notes=[*plan.notes, *notes, *died],
+        dead=len(died),
     )
 
 
