@@ -17,6 +17,7 @@ from kvfold.cli.eval import eval_ as eval_command
 from kvfold.cli.fold import fold as fold_command
 from kvfold.cli.inspect import inspect as inspect_command
 from kvfold.cli.methods import methods as methods_command
+from kvfold.cli.report import report as report_command
 
 app = typer.Typer(
     cls=Commands,
@@ -56,6 +57,7 @@ for _command, _example in (
     (inspect_command, "report.kvf --png heat.png"),
     (methods_command, "--json"),
     (calibrate_command, "rdkv demo --text novel.txt -o table.json"),
+    (report_command, "results/ -o report.html"),
     (eval_command, "-m demo --method rdkv --method snapkv:bits=4 --keep 0.25,0.1 --task needle -o results"),
     (doctor_command, ""),
     (demo_command, "--keep 0.1"),
