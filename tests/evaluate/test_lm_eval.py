@@ -22,6 +22,7 @@ from lm_eval.tasks import TaskManager  # noqa: E402
 from transformers import PreTrainedTokenizerFast  # noqa: E402
 
 from kvfold.evaluate.lm_eval import FoldedLM  # noqa: E402
+from kvfold.hf import CACHE_KEYWORD  # noqa: E402
 
 METHOD = kvfold.RDKV(keep=0.3)
 
@@ -70,10 +71,10 @@ def direct(prompt, continuation, method=METHOD, unseen=1):
     cache = kvfold.fold(model, torch.tensor([prompt[:-unseen]]), method)
     total, greedy = 0.0, True
     for token in prompt[-unseen:-1]:
-        model(input_ids=torch.tensor([[token]]), past_key_values=cache)
+        model(input_ids=torch.tensor([[token]]), **{CACHE_KEYWORD: cache})
     last = prompt[-1]
     for token in continuation:
-        logits = model(input_ids=torch.tensor([[last]]), past_key_values=cache).logits[0, -1].double()
+        logits = model(input_ids=torch.tensor([[last]]), **{CACHE_KEYWORD: cache}).logits[0, -1].double()
         total += float(logits[token] - logits.exp().sum().log())
         greedy &= int(logits.argmax()) == token
         last = token
@@ -103,7 +104,9 @@ def test_the_preferred_continuation_is_greedy(folded):
     model = tiny_model("llama")
     cache = kvfold.fold(model, torch.tensor([ids_of(prompt)[:-1]]), METHOD)
     with torch.no_grad():
-        best = int(model(torch.tensor([ids_of(prompt)[-1:]]), past_key_values=cache).logits[0, -1].argmax())
+        best = int(
+            model(torch.tensor([ids_of(prompt)[-1:]]), **{CACHE_KEYWORD: cache}).logits[0, -1].argmax()
+        )
     other = best + 1 if best + 1 < VOCAB else best - 1
     found = folded.loglikelihood(
         ask("loglikelihood", (prompt, f" w{best}"), (prompt, f" w{other}")), disable_tqdm=True
@@ -163,7 +166,7 @@ def test_generation_reads_the_folded_cache_also_in_a_padded_batch(tokenizer, uns
         with torch.no_grad():
             while len(made) < 8:
                 for token in step:
-                    logits = model(torch.tensor([[token]]), past_key_values=cache).logits
+                    logits = model(torch.tensor([[token]]), **{CACHE_KEYWORD: cache}).logits
                 made.append(int(logits[0, -1].argmax()))
                 step = made[-1:]
         if 1 in made:  # the end token

@@ -75,7 +75,7 @@ CHAT = {
     ' is most likely "$$MASK$$"? Just say the name used by the scriptwriter (before the colon marks) of one single'
     " character and nothing else.",
 }  # fmt: skip
-"""The published prompts of GPT-4 (`gpt4_templates`)."""
+"""The published prompts of GPT-4 (`gpt4_templates`; their own run of math_calc used a dialogue instead)."""
 
 MAX_NEW_TOKENS = {
     "passkey": 6, "number_string": 12, "kv_retrieval": 50, "longbook_sum_eng": 1200, "longbook_choice_eng": 40,

@@ -65,7 +65,6 @@ TEXTS = Kind(
         and all(isinstance(item, str) for item in value)
     ),
 )
-ANYTHING = Kind("present", lambda value: value is not None)
 
 
 def one_of(choices: Iterable[str]) -> Kind:
