@@ -23,7 +23,7 @@ class Selection(Method):
 
     A rival is a score (`scores`), and, where heads or layers differ, how many tokens each head keeps at a capacity
     (`counts`) and how many bytes a layer gets (`share`). Of equal scores the newest token is kept. Prompts of at most
-    32 tokens pass through.
+    32 tokens pass through, and generated tokens stay exact, unless the rival says otherwise.
 
     Parameters
     ----------
