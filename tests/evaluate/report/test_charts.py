@@ -94,7 +94,12 @@ def test_everything_measured_is_drawn_or_named(report, figure, width):
     for setting in report.settings:
         svg = drawn(setting, figure, width)
         tips = {g.get("data-tip").splitlines()[0] for g in svg.iter("g") if g.get("data-tip")}
-        left_out = {text.split(" (")[0] for text in undrawn(setting)}
+        left_out = {
+            f"{method} {budget}"
+            for text in undrawn(setting)
+            for method, _, budgets in [text.split(": ")[0].partition(" ")]
+            for budget in budgets.split(", ")
+        }
         wanted = {e.label for e in setting.entries if e.method != "full"}
         assert tips | left_out == wanted
         assert not tips & left_out
@@ -150,7 +155,7 @@ def test_exact_zero_divergence_sits_on_the_axis():
 def test_infinite_divergence_is_named_not_drawn():
     rows = [row("rdkv", sample=i, kl=math.inf, score=None) for i in range(3)] + [row("snapkv", sample=0)]
     (setting,) = aggregate([run()], rows).settings
-    assert undrawn(setting) == ["rdkv keep=0.1 (no finite figures)"]
+    assert undrawn(setting) == ["rdkv keep=0.1: no finite figures"]
 
 
 def test_markup_in_labels_is_escaped():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -82,6 +83,7 @@ CASES = {
         "F1 / recall",
     ),
     "hostile labels": (one("<b>&|\"'</b>", task="<i>", model="</script><script>"), "<b>&|\"'</b>"),
+    "passed through": (FULL + [replace(r, note="30 tokens") for r in one()], "nothing folded (3 of 3)"),
     "infinite": (FULL + one(kl=float("inf")), "∞"),
 }
 

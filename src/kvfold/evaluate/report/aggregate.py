@@ -42,6 +42,8 @@ class Entry:
         Samples that failed, by reason.
     complete : bool
         Measured enough of the setting to be compared: every task and length, and 9 of 10 samples.
+    unfolded : int
+        Samples that passed through whole, for the reasons in their rows.
     ratio : float or None
         Mean of folded bytes over full bytes.
     score, difference : Estimate or None
@@ -61,6 +63,7 @@ class Entry:
     expected: int
     errors: Mapping[str, int]
     complete: bool
+    unfolded: int
     ratio: float | None
     score: Estimate | None
     difference: Estimate | None
@@ -324,6 +327,7 @@ def _entry(
         n=len(measured),
         expected=len(expected),
         errors=dict(Counter(row.error for row in rows if row.error is not None)),
+        unfolded=sum(bool(row.note) for row in measured) if method != FULL else 0,
         complete=same_tasks and len(got) >= COVERAGE * len(expected),
         ratio=sum(sizes) / len(sizes) if sizes else None,
         score=estimate([_score(row) for row in scored], [_stratum(row) for row in scored]),

@@ -244,19 +244,21 @@ def errors(entry: Entry) -> str:
 
 def remark(entry: Entry) -> str:
     """What keeps a reader from comparing this entry, "" if nothing does."""
-    if entry.errors or entry.complete:
-        return errors(entry)
-    return "too few samples to compare"
+    told = [errors(entry)] if entry.errors else [] if entry.complete else ["too few samples to compare"]
+    if entry.unfolded:
+        told.append(f"nothing folded ({entry.unfolded} of {entry.n})")
+    return ", ".join(told)
 
 
 def undrawn(setting: Setting) -> list[str]:
     """What charts leave out, and why."""
     drawn = {id(e) for figure in ("score", "kl") for e in drawable(setting, figure)}
-    return [
-        f"{entry.label} ({errors(entry) or 'no finite figures'})"
-        for entry in setting.entries
-        if entry.method != FULL and id(entry) not in drawn
-    ]
+    budgets: dict[tuple[str, str], list[str]] = {}
+    for entry in setting.entries:
+        if entry.method != FULL and id(entry) not in drawn:
+            why = errors(entry) or "no finite figures"
+            budgets.setdefault((entry.method, why), []).append(entry.budget)
+    return [f"{method} {', '.join(asked)}".strip() + f": {why}" for (method, why), asked in budgets.items()]
 
 
 def methods_of(setting: Setting) -> list[str]:

@@ -136,10 +136,9 @@ def chart(setting: Setting, figure: str, styles: dict[str, Look], *, width: int,
     if full is not None:
         y = up(full)
         parts.append(tag("line", x1=left, x2=right, y1=y, y2=y, class_="full"))
-        below = y + FONT + 3 if y < top + 16 else y - 5
-        note = f"full cache {words.score(full)}"
-        parts.append(text(left + 4, below, note, class_="note"))
-        taken.append((left, left + 4 + width_of(note), below - FONT, below + 3))
+        note, box = _note(words.score(full), y, [d for line in dots.values() for d in line], left, right, top)
+        parts.append(note)
+        taken.append(box)
     on = [d for line in dots.values() for d in line if getattr(d.entry, f"on_{figure}_frontier")]
     parts.append(_staircase(sorted(on, key=lambda d: d.x), right, top if not higher else bottom))
     # Ours last, on top.
@@ -160,6 +159,25 @@ def chart(setting: Setting, figure: str, styles: dict[str, Look], *, width: int,
         height=height,
         class_="pareto",
     )
+
+
+def _note(
+    score: str, y: float, dots: Sequence[_Dot], left: float, right: float, top: float
+) -> tuple[Markup, _Box]:
+    """The full cache's score at its line, where the fewest dots are in the way."""
+    written = f"full cache {score}"
+    long = width_of(written)
+
+    def box(share: float, baseline: float) -> _Box:
+        x = left + 4 + share * (right - left - long - 8)
+        return x, x + long, baseline - FONT, baseline + 3
+
+    def hidden(place: _Box) -> int:
+        return sum(place[0] - 5 < d.x < place[1] + 5 and place[2] - 5 < d.y < place[3] + 5 for d in dots)
+
+    heights = [y - 5, y + FONT + 3] if y > top + 4 else [y + FONT + 3]
+    chosen = min((box(share, at) for at in heights for share in (0, 1, 0.25, 0.5, 0.75)), key=hidden)
+    return text(chosen[0], chosen[3] - 3, written, class_="note"), chosen
 
 
 def _across(entries: Sequence[Entry], left: float, right: float) -> Scale:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -60,12 +61,12 @@ def estimate(values: Sequence[float], strata: Sequence[Hashable]) -> Estimate | 
     groups: dict[Hashable, list[float]] = {}
     for value, stratum in zip(values, strata, strict=True):
         groups.setdefault(stratum, []).append(value)
-    mean = float(np.mean([np.mean(group) for group in groups.values()]))
+    mean = sum(sum(group) / len(group) for group in groups.values()) / len(groups)
     single = [group[0] for group in groups.values() if len(group) == 1]
     pools = [(1 / len(groups), group) for group in groups.values() if len(group) > 1]
     if single:
         pools.append((len(single) / len(groups), single))
-    if not np.isfinite(mean) or all(min(pool) == max(pool) for _, pool in pools):
+    if not math.isfinite(mean) or all(min(pool) == max(pool) for _, pool in pools):
         return Estimate(mean, None, None, len(values))
     means = sum(
         weight * (_resamples(len(pool), stream) @ np.asarray(pool, np.float64))
