@@ -178,8 +178,14 @@ def test_generation_reads_the_folded_cache_also_in_a_padded_batch(tokenizer, uns
 def test_prompts_too_short_for_the_budget(tokenizer):
     tight = {"pretrained": tiny_model("llama"), "tokenizer": tokenizer, "method": "rdkv", "keep": 0.02}
     request = ask("loglikelihood", (words(34, 0), " w5"))
-    with pytest.raises(BudgetError, match="short=full"):
-        FoldedLM(**tight).loglikelihood(request, disable_tqdm=True)
+    refused = FoldedLM(**{**tight, "keep": 0.1})
+    for call, requests in (
+        (refused.loglikelihood, [*ask("loglikelihood", (words(90, 1), " w5")), *request]),
+        (refused.generate_until, ask("generate_until", *((words(n, n), {"until": []}) for n in (90, 34)))),
+    ):
+        with pytest.raises(BudgetError, match="short=full"):
+            call(requests)
+    assert refused.folded == 0  # before the long one, too, was read
     lenient = FoldedLM(**tight, short="full")
     plain = HFLM(pretrained=tiny_model("llama"), tokenizer=tokenizer)
     found, exact = (model.loglikelihood(request, disable_tqdm=True) for model in (lenient, plain))

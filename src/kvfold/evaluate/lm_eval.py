@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from itertools import groupby
 from typing import Any, Literal
@@ -25,7 +25,7 @@ from kvfold.api import fold
 from kvfold.errors import BudgetError, KvfoldError
 from kvfold.evaluate.prefill import continue_logits
 from kvfold.hf.cache import FoldedCache
-from kvfold.hf.support import CACHE_KEYWORD, check_supported
+from kvfold.hf.support import CACHE_KEYWORD, cache_shape, check_supported
 from kvfold.methods import METHODS
 from kvfold.methods.base import Method
 
@@ -99,6 +99,18 @@ class FoldedLM(HFLM):  # type: ignore[misc]
         super().__init__(pretrained, **options)
         check_supported(self.model)
 
+    def _check(self, lengths: Iterable[int]) -> None:
+        """Refuse, before any work, prompts of a number of tokens that the budget cannot hold."""
+        if self.short == "full":
+            return
+        shape = cache_shape(self.model.config)
+        for tokens in sorted({length - self.unseen for length in lengths}):
+            if tokens > self.method.shortest:
+                try:
+                    self.method.check(tokens, shape.kv_heads, shape.key_dim, shape.value_dim)
+                except BudgetError as error:
+                    raise BudgetError(f"{error}; or short=full to leave such prompts unfolded") from error
+
     def _fold(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> FoldedCache | None:
         """The folded cache of prompts (batch, tokens) but their last `unseen` tokens; None: too short for that."""
         seen = ids.shape[1] - self.unseen
@@ -107,9 +119,9 @@ class FoldedLM(HFLM):  # type: ignore[misc]
         if seen > 0 and (mask is None or bool(mask.any(-1).all())):
             try:
                 cache = fold(self.model, ids[:, :seen], self.method, mask)
-            except BudgetError as error:
+            except BudgetError:
                 if self.short == "error":
-                    raise BudgetError(f"{error}; or short=full to leave such prompts unfolded") from error
+                    raise
             else:
                 if any(entry["folded"] for entry in cache.report):
                     ledger = cache.ledger()
@@ -121,6 +133,11 @@ class FoldedLM(HFLM):  # type: ignore[misc]
                 return cache
         self.unfolded += len(ids)
         return None
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        self._check(len(self.tok_encode(request.args[0])) for request in requests)
+        answers: list[str] = super().generate_until(requests, disable_tqdm=disable_tqdm)
+        return answers
 
     def _model_generate(self, context: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         cache = self._fold(context, kwargs.get("attention_mask"))
@@ -137,6 +154,7 @@ class FoldedLM(HFLM):  # type: ignore[misc]
             for index, request in enumerate(requests)
             for context, continuation in self._pieces(request)
         ]
+        self._check(len(context) for context, _, _ in pieces)
         # Longest first, so that running out of memory shows at once; equal contexts next to each other.
         pieces.sort(key=lambda piece: (-len(piece[0]), piece[0]))
         progress = tqdm(
