@@ -569,10 +569,10 @@ def _remarks(rows: Iterable[Row], runs: Sequence[Run], settings: Sequence[Settin
             f"No full cache was measured for {'; '.join(lacking)}: no differences to it are given."
         )
     few = min((e.n for s in settings if s.task for e in s.entries if e.n), default=0)
-    if 0 < few < 10:
-        remarks.append(
-            f"Some entries have only {few} sample{'s' * (few > 1)}: their intervals are too narrow."
-        )
+    if few == 1:
+        remarks.append("Some entries have only 1 sample, and so no interval.")
+    elif few and few < 10:
+        remarks.append(f"Some entries have only {few} samples: their intervals are too narrow.")
     return remarks
 
 

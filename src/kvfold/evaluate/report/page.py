@@ -318,10 +318,15 @@ def headline(setting: Setting) -> Any:
         return "No method keeps 95 % of the full cache's score at any size measured."
     kept = retained(found.score.mean, full.score.mean, setting.higher_is_better)
     css = "" if found.ours else ' class="rival"'
-    changed = Markup(" (KL {})").format(words.number(found.kl.mean)) if found.kl else ""
-    return Markup("<b{}>{} of the bytes</b> keep <b{}>{} of the score</b> with {}{}.").format(
-        Markup(css), words.share(found.ratio), Markup(css), share_whole(kept), found.method, changed
-    )
+    facts = [f"{found.score.n} sample{'s' * (found.score.n > 1)}"]
+    if found.kl:
+        facts.insert(0, f"KL {words.number(found.kl.mean)}")
+    if found.difference:
+        range_ = words.interval(found.difference, words.signed)
+        facts.insert(0, f"{words.signed(found.difference.mean)} {range_}".strip() + " against the full cache")
+    return Markup(
+        "<b{0}>{1} of the bytes</b> keep <b{0}>{2} of the score</b> with {3} <small>{4}</small>"
+    ).format(Markup(css), words.share(found.ratio), share_whole(kept), found.method, ", ".join(facts))
 
 
 def subtitle(report: Report) -> str:
