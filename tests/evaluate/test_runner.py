@@ -334,7 +334,7 @@ def test_another_schema_is_refused(folder, letters, tmp_path):
     write(tmp_path, line())
     (tmp_path / "runs.jsonl").write_text(json.dumps({**RUN, "schema": SCHEMA + 1}) + "\n")
     for action in (lambda: read(tmp_path), lambda: run(grid(folder), tmp_path)):
-        with pytest.raises(KvfoldError, match="use kvfold 9.9, which wrote them, or choose another folder"):
+        with pytest.raises(KvfoldError, match=r"use kvfold 9\.9, which wrote them, or choose another"):
             action()
 
 
@@ -356,9 +356,9 @@ def test_figures_outlive_errors(tmp_path):
 
 
 def test_two_runs_do_not_write_one_file(tmp_path):
-    with Appender(tmp_path / "rows-0.jsonl"):
-        with pytest.raises(KvfoldError, match="another process is writing"):
-            Appender(tmp_path / "rows-0.jsonl")
+    writing = pytest.raises(KvfoldError, match="another process is writing")
+    with Appender(tmp_path / "rows-0.jsonl"), writing:
+        Appender(tmp_path / "rows-0.jsonl")
     Appender(tmp_path / "rows-0.jsonl").close()
 
 

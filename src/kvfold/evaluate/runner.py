@@ -31,7 +31,7 @@ from kvfold.evaluate import results
 from kvfold.evaluate.grid import FULL, Grid, Group, Variant, model_name, open_task
 from kvfold.evaluate.metrics import fidelity
 from kvfold.evaluate.prefill import Prefill
-from kvfold.evaluate.protocol import Reader, Script, room, script_of
+from kvfold.evaluate.protocol import Reader, room, script_of
 from kvfold.evaluate.results import Appender, Cell, Fidelity, Row, Run, When
 from kvfold.evaluate.tasks.base import Sample, Task
 from kvfold.hf import bridge
@@ -128,7 +128,7 @@ def run(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise KvfoldError(f"{folder} cannot be made a results folder: {error.strerror or error}") from error
-    plan = _Plan(grid, folder, retry)
+    plan = _Plan(grid, folder, retry, {model: has_chat(each.tokenizer) for model, each in outlines.items()})
     every = [
         group.cell(variant, when) for group in plan.groups for variant in plan.variants for when in plan.whens
     ]
@@ -187,18 +187,24 @@ def _check(grid: Grid, outlines: Mapping[str, _Outline]) -> list[str]:
     list of str
         Notes on tasks that have fewer samples than asked for.
     """
-    notes: dict[str, None] = {}
     for label in grid.tasks:
         open_task(label).check()
+    fewer: dict[str, str] = {}
     for model, outline in outlines.items():
-        if "chat" in grid.formats and not has_chat(outline.tokenizer):
+        chat = has_chat(outline.tokenizer)
+        if "chat" in grid.formats and not chat:
             raise KvfoldError(f"model {model} has no chat template: use --format plain or auto")
         limit = context_length(outline.config)
-        for group in grid.groups_of(model, 0, chat=has_chat(outline.tokenizer)):
+        # The question in view or not, a sample is the same tokens.
+        for group in dict.fromkeys(
+            replace(group, view="unseen") for group in grid.groups_of(model, 0, chat=chat)
+        ):
             if limit is not None and group.tokens > limit:
                 raise KvfoldError(f"--tokens {group.tokens}: {model} reads at most {limit}")
+            task = open_task(group.task)
             try:
-                script = _script(outline.tokenizer, open_task(group.task), group)[1]
+                sample = sample_of(outline.tokenizer, task, group)
+                script = script_of(outline.tokenizer, sample, group.view, group.format)
             except KvfoldError as error:
                 raise KvfoldError(f"task {group.task} at {group.tokens} tokens: {error}") from error
             except IndexError as error:
@@ -208,16 +214,15 @@ def _check(grid: Grid, outlines: Mapping[str, _Outline]) -> list[str]:
                     f"task {group.task} at {group.tokens} tokens takes {script.tokens} positions with its answers,"
                     f" and {model} reads at most {limit}: at most --tokens {group.tokens + limit - script.tokens}"
                 )
-            if grid.samples > 1:
+            if grid.samples > 1 and group.task not in fewer:
+                fewer[group.task] = ""
                 try:
-                    sample_of(
-                        outline.tokenizer, open_task(group.task), replace(group, sample=grid.samples - 1)
-                    )
+                    sample_of(outline.tokenizer, task, replace(group, sample=grid.samples - 1))
                 except IndexError as error:
-                    notes[f"task {group.task} has fewer than {grid.samples} samples ({error})"] = None
+                    fewer[group.task] = f"task {group.task} has fewer than {grid.samples} samples ({error})"
                 except KvfoldError:
                     pass  # what a later sample cannot is told by its rows
-    return list(notes)
+    return [note for note in fewer.values() if note]
 
 
 def sample_of(tokenizer: Any, task: Task, group: Group) -> Sample:
@@ -225,11 +230,6 @@ def sample_of(tokenizer: Any, task: Task, group: Group) -> Sample:
     rng = random.Random(f"{group.seed}/{group.task}/{group.sample}")
     left, count = room(tokenizer, group.tokens, group.format)
     return task.sample(group.sample, left, count, rng)
-
-
-def _script(tokenizer: Any, task: Task, group: Group) -> tuple[Sample, Script]:
-    sample = sample_of(tokenizer, task, group)
-    return sample, script_of(tokenizer, sample, group.view, group.format)
 
 
 def _run(grid: Grid, outlines: Mapping[str, _Outline], command: str | None) -> Run:
@@ -280,9 +280,9 @@ def versions() -> dict[str, str]:
 class _Plan:
     """The groups of a grid, and which cells a folder has already."""
 
-    def __init__(self, grid: Grid, folder: Path, retry: bool):
-        self.grid, self.folder, self.retry = grid, folder, retry
-        self.groups = grid.groups({model: has_chat(_outline(model).tokenizer) for model in grid.models})
+    def __init__(self, grid: Grid, folder: Path, retry: bool, chats: Mapping[str, bool]):
+        self.grid, self.folder, self.retry, self.chats = grid, folder, retry, chats
+        self.groups = grid.groups(chats)
         self.variants = grid.variants()
         self.whens: list[When] = list(dict.fromkeys(grid.when))  # type: ignore[arg-type]
         self.notes: list[str] = []
@@ -498,9 +498,9 @@ def _share(plan: _Plan, run_id: str, tick: _Tick) -> None:
         state.destroy_process_group()
 
 
-def _worker(grid: Grid, folder: Path, retry: bool, run_id: str) -> None:
+def _worker(grid: Grid, folder: Path, retry: bool, chats: Mapping[str, bool], run_id: str) -> None:
     try:
-        _share(_Plan(grid, folder, retry), run_id, lambda done: None)
+        _share(_Plan(grid, folder, retry, chats), run_id, lambda done: None)
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
@@ -526,7 +526,9 @@ def _launch(plan: _Plan, run_id: str, workers: int, tick: _Tick) -> list[str]:
     try:
         for rank in range(workers):
             process = context.Process(
-                target=_worker, args=(plan.grid, plan.folder, plan.retry, run_id), name=f"kvfold-eval-{rank}"
+                target=_worker,
+                args=(plan.grid, plan.folder, plan.retry, plan.chats, run_id),
+                name=f"kvfold-eval-{rank}",
             )
             with patch_environment(**shared, rank=rank, local_rank=rank):
                 process.start()
