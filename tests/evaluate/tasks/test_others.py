@@ -47,7 +47,6 @@ def test_code_is_what_python_ships():
         while not source[start + len(head) - 1].strip():  # empty lines before the one asked for
             start -= 1
         assert source[start : start + len(head)] == head
-        assert turn.answer_prefix == f"```python\n{head[-1]}\n"
         function = ast.parse(textwrap.dedent("\n".join([*head, line])))
         assert any(isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) for node in ast.walk(function))
         before = "\n".join(source[:start]).rstrip("\n")

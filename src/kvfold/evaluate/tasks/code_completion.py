@@ -77,7 +77,7 @@ class CodeCompletion(Task):
         turn = Turn(
             question=f"The code goes on with this function:\n\n```python\n{head}\n```\n\nWrite the next line of it.",
             references=(lines[target.line].strip(),),
-            answer_prefix=f"```python\n{head.splitlines()[-1]}\n",
+            answer_prefix="```python\n",
             max_new_tokens=48,
         )
         # The files before it, the last after the first, as far as tokens may reach.
