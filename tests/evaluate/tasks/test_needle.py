@@ -14,6 +14,11 @@ def sample(label, index=0, tokens=3000):
     return make_task(label).sample(index, tokens, words, random.Random(index))
 
 
+def test_the_grid_runs_between_its_ends():
+    found = [sample("needle:depths=3,first=0.1,last=0.9", index).about["depth"] for index in range(3)]
+    assert found == pytest.approx([0.1, 0.5, 0.9])
+
+
 @pytest.mark.parametrize("depths", [1, 2, 5, 11])
 def test_the_grid_of_depths_is_walked_by_the_index(depths):
     for index in range(2 * depths):
@@ -65,6 +70,8 @@ def test_own_text(tmp_path):
     ("options", "message"),
     [
         ("depths=0", "depths must be at least 1"),
+        ("first=0.9,last=0.1", "first <= last"),
+        ("last=1.5", "first <= last"),
         ("needles=0", "needles must be 1 to"),
         ("needles=99", "needles must be 1 to"),
         ("needles=2,turns=3", "turns must be 1 to needles=2"),

@@ -23,13 +23,15 @@ PLACES = (
 class Needle(Task):
     """Find a planted number; with several turns, one number after another.
 
-    Sample `index` has its first needle at depth `index % depths` of the grid; other needles follow at equal distances
+    Sample `index` has its first needle at depth `index % depths` of the grid, which runs from `first` to `last`; other needles follow at equal distances
     and go on from the beginning. The first turn asks for the first needle, the next for the next.
 
     Parameters
     ----------
     depths : int
-        Depths of the grid, from 0 (start) to 1 (end) at equal distances; one alone is 0.5.
+        Depths of the grid, at equal distances; one alone is halfway.
+    first, last : float
+        Ends of the grid: 0 is the start of the document, 1 its end.
     needles : int
         Numbers planted.
     turns : int
@@ -43,6 +45,8 @@ class Needle(Task):
     metric = "recall"
 
     depths: int = 5
+    first: float = 0.0
+    last: float = 1.0
     needles: int = 1
     turns: int = 1
     text: str = ""
@@ -50,6 +54,10 @@ class Needle(Task):
     def __post_init__(self) -> None:
         if self.depths < 1:
             raise KvfoldError(f"{self.name}: depths must be at least 1, got {self.depths}")
+        if not 0 <= self.first <= self.last <= 1:
+            raise KvfoldError(
+                f"{self.name}: first and last must be 0 <= first <= last <= 1, got {self.first} and {self.last}"
+            )
         if not 1 <= self.needles <= len(PLACES):
             raise KvfoldError(f"{self.name}: needles must be 1 to {len(PLACES)}, got {self.needles}")
         if not 1 <= self.turns <= self.needles:
@@ -62,7 +70,8 @@ class Needle(Task):
 
     def sample(self, index: int, tokens: int, count: Count, rng: random.Random) -> Sample:
         haystack = text.load(self.text)
-        depth = (index % self.depths) / (self.depths - 1) if self.depths > 1 else 0.5
+        along = (index % self.depths) / (self.depths - 1) if self.depths > 1 else 0.5
+        depth = round(self.first + (self.last - self.first) * along, 6)
         depths = [depth + number / self.needles for number in range(self.needles)]
         depths = [at - 1 if at > 1 else at for at in depths]
         places = rng.sample(PLACES, self.needles)
