@@ -273,13 +273,13 @@ def test_a_bad_grid(changes, message):
 
 
 def test_labels_say_what_differs_from_the_defaults():
-    labels = ["snapkv:group=64,bits=4", "snapkv:bits=4,group=64,window=32", "snapkv:keep=0.5", "kivi"]
+    labels = ["kivi:residual=64,bits=2", "kivi:bits=2,group=32,residual=64", "snapkv:keep=0.5", "snapkv"]
     made = Grid(models=["m"], tasks=["needle"], methods=labels, budgets=["keep=0.10"]).variants()
     assert [(variant.label, variant.budget) for variant in made] == [
         ("full", ""),
-        ("snapkv:bits=4,group=64", "keep=0.1"),
+        ("kivi:bits=2,residual=64", ""),
         ("snapkv", "keep=0.5"),
-        ("kivi", ""),
+        ("snapkv", "keep=0.1"),
     ]
 
 

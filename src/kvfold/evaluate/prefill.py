@@ -94,7 +94,9 @@ class Prefill:
             keys, values = (view.values, view.keys) if view.expand is not None else (view.keys, view.values)
             layer.lazy_initialization(keys, values)
             layer.keys, layer.values = keys, values
-        if max(self.views[0].real_tokens) <= method.shortest:
+        real = max(self.views[0].real_tokens)
+        if real <= method.shortest:
+            cache.note(layers[0].layer_idx, self.tokens, real, folded=False, generated=False)
             return cache
         for layer, view in zip(layers, self.views, strict=True):
             cache.fold_layer(layer, _seen(view, method.needs))
