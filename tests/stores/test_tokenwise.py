@@ -50,7 +50,7 @@ def rotated(name, seed=0, tokens=TOKENS, padding=True, mean=True):
     keys, values = states(seed=seed, tokens=tokens)
     valid, real = padded() if padding else (None, (tokens,) * ROWS)
     value = RotatedCode(((4, VALUE),))
-    layout = RotatedLayout(tokens, real, (5, 0, -9), HEADS, KEY, VALUE, CODES[name], (value,) * 2)
+    layout = RotatedLayout(tokens, real, (5, 0, -9), HEADS, KEY, VALUE, CODES[name], (value,) * 2, True)
     extra = {"valid": valid} if padding else {}
     if mean:
         extra["key_mean"] = torch.full((ROWS, HEADS, KEY), 2.0, dtype=torch.float16)
@@ -110,6 +110,11 @@ def test_blocks_join(make):
     assert_attends(joined, Turn())
     assert first.join(affine(bits=5)[0]) is None
     assert first.join(rotated("haar")[0]) is None
+
+
+def test_a_missing_rotary_embedding_is_said():
+    with pytest.raises(ValueError, match="rotary"):
+        rotated("uniform")[0].kept(0, 0)
 
 
 def test_different_means_do_not_join():

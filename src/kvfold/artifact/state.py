@@ -189,8 +189,11 @@ def _model_facts(cache: FoldedCache) -> dict[str, Any]:
 def _layer_state(layer: Any, index: int, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     from kvfold.hf.layer import FoldedLayer
 
+    known = {id(tensor): name for name, tensor in tensors.items()}
+
     def put(name: str, tensor: torch.Tensor) -> str:
-        name = f"layers.{index}.{name}"
+        # A tensor that several stores share is written once.
+        name = known.setdefault(id(tensor), f"layers.{index}.{name}")
         tensors[name] = tensor
         return name
 
@@ -317,7 +320,7 @@ def _check_model(saved: Mapping[str, Any], model: Any, path: str) -> dict[int, t
 
 def _rebuild(
     manifest: Mapping[str, Any],
-    tensors: Mapping[str, torch.Tensor],
+    tensors: dict[str, torch.Tensor],
     model: Any,
     modules: Mapping[int, torch.nn.Module],
 ) -> FoldedCache:
@@ -358,7 +361,7 @@ def _rebuild(
 
 
 def _restore_folded(
-    layer: FoldedLayer, state: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], device: torch.device
+    layer: FoldedLayer, state: Mapping[str, Any], tensors: dict[str, torch.Tensor], device: torch.device
 ) -> None:
     from kvfold.hf.layer import Segment
 
@@ -395,12 +398,11 @@ def _restore_folded(
     layer.recording, layer.reopen = bool(state["recording"]), bool(state["reopen"])
 
 
-def _store(
-    saved: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], device: torch.device | None
-) -> Store:
-    named = {name: tensors[entry] for name, entry in saved["tensors"].items()}
+def _store(saved: Mapping[str, Any], tensors: dict[str, torch.Tensor], device: torch.device | None) -> Store:
     if device is not None:
-        named = {name: tensor.to(device) for name, tensor in named.items()}
+        # In the table, so that stores that share a tensor go on sharing it.
+        tensors.update({entry: tensors[entry].to(device) for entry in saved["tensors"].values()})
+    named = {name: tensors[entry] for name, entry in saved["tensors"].items()}
     store = store_from_state(saved["store"], named, saved["meta"])
     if store.tokens != saved["tokens"] or list(store.real_tokens) != saved["real_tokens"]:
         raise ValueError(f"a {saved['store']} store holds other tokens than the manifest says")

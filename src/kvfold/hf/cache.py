@@ -282,7 +282,22 @@ class FoldedCache(Cache):
                 count = storage_bytes(tensors_in(vars(layer)))
                 ledgers.append(Ledger({"stock layers": count} if count else {}, count))
         tables = sum(tensor_bytes(table) for table in self.rotary_tables())
-        return Ledger.merge([*ledgers, Ledger({"rotary": tables} if tables else {})])
+        return Ledger.merge([*ledgers, self._counted_again(), Ledger({"rotary": tables} if tables else {})])
+
+    def _counted_again(self) -> Ledger:
+        """What takes off the tensors that several layers share, for all but the first of them."""
+        owners: dict[int, int] = {}
+        repeats: dict[str, int] = {}
+        for layer in self.folded_layers:
+            for store in {id(segment.store): segment.store for segment in layer.segments}.values():
+                for name, tensor in store.tensors().items():
+                    if (
+                        tensor.numel()
+                        and owners.setdefault(tensor.data_ptr(), layer.layer_idx) != layer.layer_idx
+                    ):
+                        purpose = store.purposes[name]
+                        repeats[purpose] = repeats.get(purpose, 0) - tensor_bytes(tensor)
+        return Ledger(repeats, folded_bytes=sum(repeats.values()))
 
     def rotary_tables(self) -> list[torch.Tensor]:
         """Frequencies of the rotary embeddings in use, and angles while a step runs."""

@@ -4,15 +4,21 @@ from kvfold.stores.affine import AffineStore
 from kvfold.stores.base import Store, store_from_state
 from kvfold.stores.dense import DenseStore
 from kvfold.stores.graded import GradedStore
+from kvfold.stores.merged import MergedStore
 from kvfold.stores.rotated import RotatedStore
+from kvfold.stores.shadow import ShadowStore
 from kvfold.stores.trizone import TriZoneStore
+from kvfold.stores.weighted import WeightedStore
 
 __all__ = [
     "AffineStore",
     "DenseStore",
     "GradedStore",
+    "MergedStore",
     "RotatedStore",
+    "ShadowStore",
     "Store",
     "TriZoneStore",
+    "WeightedStore",
     "store_from_state",
 ]

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvfold.codecs.rotated import RotatedCode
 from kvfold.kernels.position_bias import position_logits, turned_rows
 from kvfold.stores.base import AttendContext, Rotary
-from kvfold.stores.tokenwise import TokenwiseLayout, TokenwiseStore
+from kvfold.stores.tokenwise import TokenwiseLayout, TokenwiseStore, rotary_for
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,13 @@ class RotatedLayout(TokenwiseLayout):
     ----------
     keys, values : tuple of RotatedCode
         One for each KV head.
+    turned : bool
+        RoPE turns "key_mean" to each token's position; otherwise it is the same everywhere.
     """
 
     keys: tuple[RotatedCode, ...] = field(default=())
     values: tuple[RotatedCode, ...] = field(default=())
+    turned: bool = False
 
 
 class RotatedStore(TokenwiseStore):
@@ -38,10 +41,10 @@ class RotatedStore(TokenwiseStore):
     layout : RotatedLayout
     buffers : mapping of str to Tensor
         "key_codes" and "value_codes" (rows, tokens, bytes of all heads) uint8; "key_norms" and "value_norms" (rows,
-        tokens, norms of all heads). Optional constants: "key_mean" (rows, kv_heads, key_dim), which RoPE turned to each
-        token's position and which was taken from its key before coding; "key_order" (rows, kv_heads, key_dim) uint8, the
-        channels in the order in which `layout.keys` groups them; "key_shares" (rows, kv_heads, groups), each group's
-        share of a key's norm.
+        tokens, norms of all heads). Optional constants: "key_mean" (rows, kv_heads, key_dim), which was taken from keys
+        before coding, turned by RoPE to each token's position where the layout says so; "key_order" (rows, kv_heads,
+        key_dim) uint8, the channels in the order in which `layout.keys` groups them; "key_shares" (rows, kv_heads,
+        groups), each group's share of a key's norm.
     """
 
     kind = "rotated"
@@ -75,9 +78,10 @@ class RotatedStore(TokenwiseStore):
         extra : mapping of str to Tensor
             The optional buffers.
         rotary : Rotary or None
-            None where "key_mean" is to be taken from the keys as it is.
+            Needed if the mean is turned.
         """
         keys = keys.float()
+        rotary = rotary_for(layout.turned, rotary)
         if "key_mean" in extra:
             turned = [
                 _turned(extra["key_mean"][row], rotary, layout.tokens, shift)
@@ -131,9 +135,10 @@ class RotatedStore(TokenwiseStore):
         if "key_mean" not in self.buffers:
             return None
         mean = self.buffers["key_mean"][row].float()
-        if context.rotary is None:
+        rotary = rotary_for(self.layout.turned, context.rotary)
+        if rotary is None:
             return (query @ mean[..., None]).expand(-1, -1, self.tokens)
-        return position_logits(query, mean, context.rotary, self.tokens, self.layout.shifts[row])
+        return position_logits(query, mean, rotary, self.tokens, self.layout.shifts[row])
 
     def decode(self, row: int, span: slice, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
         coded = self.coded_keys(row, span)
@@ -143,6 +148,7 @@ class RotatedStore(TokenwiseStore):
             keys = torch.empty_like(keys).scatter_(-1, order, keys)
         if "key_mean" in self.buffers:
             mean, shift = self.buffers["key_mean"][row], self.layout.shifts[row]
+            rotary = rotary_for(self.layout.turned, rotary)
             keys = keys + _turned(mean, rotary, span.stop - span.start, shift + span.start)
         return keys, self.value_from_basis(row, self.coded_values(row, span))
 

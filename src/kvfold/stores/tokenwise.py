@@ -66,6 +66,9 @@ class TokenwiseStore(Store):
         self.layout, self.buffers = layout, dict(buffers)
         self.tokens, self.real_tokens = layout.tokens, layout.real_tokens
         self.kv_heads, self.key_dim, self.value_dim = layout.kv_heads, layout.key_dim, layout.value_dim
+        self._check()
+
+    def _check(self) -> None:
         for name, tensor in self.buffers.items():
             shape = (self.rows, self.tokens) if name in self._by_token else (self.rows,)
             if tensor.shape[: len(shape)] != shape:
@@ -151,7 +154,7 @@ class TokenwiseStore(Store):
         keys, values = (torch.cat([block[part][head] for block in blocks]) for part in (0, 1))
         positions = torch.arange(self.tokens, device=keys.device)
         if "valid" in self.buffers:
-            positions = positions[self.buffers["valid"][row]]
+            positions = positions[self.buffers["valid"][row, : self.tokens]]
         return Kept(positions, keys[positions], values[positions])
 
     def crop(self, tokens: int) -> Self:
@@ -247,3 +250,18 @@ def padding_of(valid: Tensor) -> dict[str, Tensor]:
     """The "valid" buffer, if it is needed, from valid (rows, kv_heads, tokens)."""
     seen = valid.any(1)
     return {} if bool(seen.all()) else {"valid": seen.contiguous()}
+
+
+def rotary_for(turned: bool, rotary: Rotary | None) -> Rotary | None:
+    """The rotary embedding that keys were coded relative to, None if they were not.
+
+    Raises
+    ------
+    ValueError
+        They were, and it is not there.
+    """
+    if turned and rotary is None:
+        raise ValueError(
+            "keys were coded relative to RoPE, but this model's rotary embedding cannot be found"
+        )
+    return rotary if turned else None

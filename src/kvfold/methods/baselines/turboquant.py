@@ -81,6 +81,7 @@ class TurboQuant(Method):
             value_dim=value_dim,
             keys=(key,) * heads,
             values=(value,) * heads,
+            turned=self.bias == "out" and view.rotary is not None,
         )
         extra = padding_of(view.valid)
         if self.bias == "out":

@@ -1,0 +1,125 @@
+"""Select+Fit: keep the tokens that queries attend to most, then refit their values to the attention they replace."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from kvfold.allocate.budget import Budget
+from kvfold.errors import BudgetError
+from kvfold.methods.base import LayerView, Method, Needs
+from kvfold.methods.fit import Target, ridge_values, targets, zones
+from kvfold.stores.base import Kept, Store
+from kvfold.stores.weighted import WeightedLayout, WeightedStore
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectFit(Method):
+    """The control of KVSculpt: its queries and its ridge, with keys that stay those of tokens.
+
+    The first `sinks` and newest `window` tokens stay as they are. Of the others, those with the most attention mass keep
+    their keys and get the values that best give back the full output.
+
+    Parameters
+    ----------
+    keep, bits_per_element, tokens : exactly one
+        Budget.
+    sinks, window : int
+        Tokens kept exact at either end; the window's queries are fitted to, each seeing what is before it.
+    sampled : int
+        Prompt queries turned to positions after the prompt, at most, spread evenly over it. 128 as in the paper; with
+        all of them the fit holds for queries other than these, too.
+    horizon : int
+        Positions after the prompt that they are turned to.
+    ridge : float
+        Weight of the squared distance that values move, beside squared errors summed over queries.
+    ridge_to : "zero" or "own"
+        What the ridge draws values to: nothing, as in the paper, or the token's own value.
+    """
+
+    name = "select-fit"
+    paper = "Select+Fit, the baseline of KVSculpt"
+
+    keep: float | None = None
+    bits_per_element: float | None = None
+    tokens: int | None = None
+    sinks: int = 4
+    window: int = 32
+    sampled: int = 128
+    horizon: int = 128
+    ridge: float = 1e-3
+    ridge_to: Literal["zero", "own"] = "zero"
+
+    def __post_init__(self) -> None:
+        self.budget  # noqa: B018 (raises on a bad budget)
+        if self.window < 1 or self.sampled < 1 or self.horizon < 1 or self.sinks < 0:
+            raise ValueError("window, sampled and horizon must be at least 1, sinks at least 0")
+        if self.ridge < 0:
+            raise ValueError(f"ridge must be at least 0, got {self.ridge}")
+
+    @property
+    def budget(self) -> Budget:
+        """The byte budget."""
+        return Budget(keep=self.keep, bits_per_element=self.bits_per_element, tokens=self.tokens)
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(window=self.window, sampled=self.sampled, rotary=True)
+
+    @property
+    def shortest(self) -> int:
+        return self.sinks + self.window
+
+    @property
+    def biased(self) -> bool:
+        """Whether each kept token has a bias."""
+        return False
+
+    def _count(self, real: int, segment: int, key_dim: int, value_dim: int) -> int:
+        """Tokens of a head that the budget of a row of `real` tokens pays for."""
+        if self.tokens is not None:
+            return min(self.tokens, real)
+        each = WeightedStore.token_bytes(key_dim, value_dim, segment, self.biased)
+        return min((self.budget.bytes(real, 1, key_dim, value_dim) - 4) // each, real)
+
+    def check(self, tokens: int, kv_heads: int, key_dim: int, value_dim: int) -> None:
+        if self._count(tokens, tokens, key_dim, value_dim) <= self.shortest:
+            each = WeightedStore.token_bytes(key_dim, value_dim, tokens, self.biased)
+            least = ((self.shortest + 1) * each + 4) / (2 * tokens * (key_dim + value_dim))
+            raise BudgetError(
+                f"the budget of a {tokens}-token prompt does not pay for more than its {self.sinks} first and"
+                f" {self.window} newest tokens, which stay exact: at least keep={least:.4f}, or a smaller window"
+            )
+
+    def fold(self, views: Sequence[LayerView]) -> list[Store]:
+        return [self._fold_layer(view) for view in views]
+
+    def _fold_layer(self, view: LayerView) -> Store:
+        key_dim, value_dim = view.keys.shape[-1], view.values.shape[-1]
+        rows = []
+        for row, real in enumerate(view.real_tokens):
+            count = real if real <= self.shortest else self._count(real, view.tokens, key_dim, value_dim)
+            rows.append(
+                [self._fit(target, count) for target in targets(view, row, self.window, self.horizon)]
+            )
+        layout = WeightedLayout(view.tokens, view.real_tokens)
+        return WeightedStore.build(layout, rows, view.keys.dtype)
+
+    def _fit(self, target: Target, count: int) -> Kept:
+        """Fit one KV head."""
+        weights = target.weights
+        chosen, exact = zones(target, weights.sum(0), count, self.sinks, self.window)
+        if not len(chosen):
+            return target.kept(exact)
+        index = torch.cat([chosen, exact])
+        over_kept = target.logits[:, index].softmax(-1)
+        on_chosen, on_exact = over_kept.split([len(chosen), len(exact)], -1)
+        wanted = weights @ target.values - on_exact @ target.values[exact]
+        own = target.values[chosen]
+        fitted = ridge_values(
+            on_chosen, wanted, self.ridge, own if self.ridge_to == "own" else torch.zeros_like(own)
+        )
+        return target.kept(index, torch.cat([fitted, target.values[exact]]))
