@@ -139,18 +139,7 @@ def demo_folder(*, quiet: bool = False) -> Path:
         return folder
     gguf = _demo_gguf()
     with working(f"converting {DEMO_NAME} once into {folder.parent} (under a minute)", quiet=quiet):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{DEMO_NAME}.", dir=folder.parent))
-        try:
-            _convert(gguf, partial)
-            partial.chmod(0o755)
-            try:
-                partial.rename(folder)
-            except OSError:
-                if not folder.is_dir():  # otherwise another process was faster
-                    raise
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+        convert_gguf(gguf, folder)
     return folder
 
 
@@ -177,8 +166,23 @@ def _demo_gguf() -> Path:
     return path
 
 
+def convert_gguf(gguf: Path, folder: Path) -> None:
+    """Write a GGUF file as an ordinary bfloat16 model folder, which then loads in a second; all of it or nothing."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        _convert(gguf, partial)
+        partial.chmod(0o755)
+        try:
+            partial.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # otherwise another process was faster
+                raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
 def _convert(gguf: Path, folder: Path) -> None:
-    """Write a GGUF file as an ordinary bfloat16 model folder, which then loads in a second."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
