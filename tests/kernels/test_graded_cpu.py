@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from kvfold.kernels import graded_cpu
+from kvfold.kernels.reference import attend, merge
 from kvfold.stores.base import AttendContext
-from tests.stores.test_graded import CASES, GRADES, ROTARY, random_store
+from tests.stores.test_graded import CASES, GRADES, ROTARY, exact, random_store
 
 needs_loop = pytest.mark.skipif(
     graded_cpu.available() is not None, reason=f"no C loop: {graded_cpu.available()}"
@@ -35,15 +36,27 @@ def both(monkeypatch, store, queries=1, group=2, rows=None, softcap=None):
         return store.attend(query, rows, context), found
 
 
-def same(monkeypatch, store, **options):
-    calls, attend = [], graded_cpu.attend
-    monkeypatch.setattr(graded_cpu, "attend", lambda *args: calls.append(attend(*args)) or calls[-1])
-    expected, found = both(monkeypatch, store, **options)
-    monkeypatch.undo()
-    assert calls and None not in calls
+def watch(monkeypatch):
+    """What the loop returned, call by call."""
+    calls, attend = [], graded_cpu.RowLoop.attend
+    monkeypatch.setattr(
+        graded_cpu.RowLoop, "attend", lambda *args: calls.append(attend(*args)) or calls[-1]
+    )
+    return calls
+
+
+def close(found, expected):
     for one, other in zip(found, expected):
         scale = other[other.isfinite()].abs().max().item() if other.isfinite().any() else 1
         torch.testing.assert_close(one, other, atol=1e-5 * max(scale, 1), rtol=1e-5)
+
+
+def same(monkeypatch, store, **options):
+    calls = watch(monkeypatch)
+    expected, found = both(monkeypatch, store, **options)
+    monkeypatch.undo()
+    assert calls and None not in calls
+    close(found, expected)
 
 
 @needs_loop
@@ -75,10 +88,30 @@ def test_hidden_tokens(tokens, monkeypatch):
     same(monkeypatch, store.crop(tokens))
 
 
+@needs_loop
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tail", [0, 1, 300])
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("case", [dict(), dict(only=0), dict(key_dim=80, value_dim=96)], ids=str)
+def test_one_softmax_over_the_store_the_tail_and_what_came_before(case, before, tail, dtype):
+    store, *_ = random_store(**case)
+    generator = torch.Generator().manual_seed(2)
+    dims = {"query": (6, 1, store.key_dim), "key": (3, tail, store.key_dim), "value": (3, tail, store.value_dim)}
+    query, key, value = (torch.randn(2, *d, generator=generator).to(dtype) for d in dims.values())
+    other = torch.randn(2, 6, 1, store.value_dim), torch.randn(2, 6, 1)
+    other[1][0, 0] = -torch.inf
+    context = AttendContext(0.1, None, None, ROTARY)
+    found = store.attend_with_tail(query, key, value, context, other if before else None)
+    parts = [exact(store, query, None, 0.1), attend(query, key, value, 0.1), *([other] * before)]
+    close(found, [part.float() for part in merge([(p[0].double(), p[1].double()) for p in parts])])
+
+
+@needs_loop
 def test_many_queries_are_left_to_torch(monkeypatch):
-    monkeypatch.setattr(graded_cpu, "attend", None)
+    calls = watch(monkeypatch)
     store, *_ = random_store()
     both(monkeypatch, store, queries=graded_cpu.MAX_QUERIES)
+    assert calls and not any(calls)
 
 
 @needs_loop

@@ -32,6 +32,9 @@ class HalfSplitRotary:
     def unrotate(self, x, positions):
         return self._turn(x, -positions.float())
 
+    def shared(self, name, make):
+        return make()
+
 
 ROTARY = HalfSplitRotary()
 

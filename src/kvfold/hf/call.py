@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,19 +14,26 @@ from kvfold.stores.base import Expand
 
 @dataclass
 class AttentionCall:
-    """One attention call as folding sees it; columns are the tail's."""
+    """One attention call as folding sees it; columns are the tail's.
+
+    What decode steps do not need is worked out when asked for: they are many, and each runs once for every layer.
+    """
 
     module: torch.nn.Module
+    batch: int
     new: int
     tail: int
+    length: int
+    """Logical tokens that the cache has seen, with this call's"""
+    device: torch.device
     scaling: float
     softcap: float | None
     sinks: torch.Tensor | None
     mask: torch.Tensor | None
-    valid: torch.Tensor
-    """(batch, 1 or kv_heads, tail) bool"""
-    positions: torch.Tensor
-    real_tokens: tuple[int, ...]
+    """(batch or 1, 1 or heads, new, tail), bool or additive"""
+    padding: torch.Tensor | None
+    """(batch, 1, tail) bool, where the model gave a mask of tokens only"""
+    position_ids: torch.Tensor | None
     expand: Expand | None
 
     @staticmethod
@@ -37,50 +45,67 @@ class AttentionCall:
         attention_mask: Any,
         kwargs: dict[str, Any],
     ) -> AttentionCall:
-        batch, _, new, _ = query.shape
+        batch, _, new, query_dim = query.shape
         tail = key.shape[2]
-        if attention_mask is not None and not isinstance(attention_mask, torch.Tensor):
+        mask = padding = None
+        if isinstance(attention_mask, torch.Tensor):
+            if attention_mask.dim() == 2:
+                padding = attention_mask[:, None, -tail:].bool()
+            else:
+                mask = attention_mask[..., -tail:]
+        elif attention_mask is not None:
             raise UnsupportedModelError(
                 f"attention masks of type {type(attention_mask).__name__} (flex_attention) cannot be split between"
                 " folded and exact tokens; load the model with attn_implementation='sdpa'"
             )
-        mask = None
-        if attention_mask is None:
-            valid = torch.ones(batch, 1, tail, dtype=torch.bool, device=key.device)
-        elif attention_mask.dim() == 2:
-            valid = attention_mask[:, None, -tail:].bool()
-        else:
-            mask = attention_mask[..., -tail:]
-            valid = visible_columns(mask)[:, 0, -1:, :].expand(batch, -1, -1)
         scaling = kwargs.get("scaling")
         return AttentionCall(
             module=module,
+            batch=batch,
             new=new,
             tail=tail,
-            scaling=float(query.shape[-1] ** -0.5 if scaling is None else scaling),
+            length=length,
+            device=key.device,
+            scaling=float(query_dim**-0.5 if scaling is None else scaling),
             softcap=kwargs.get("softcap"),
             sinks=kwargs.get("s_aux"),
             mask=mask,
-            valid=valid,
-            positions=_tail_positions(valid[:, 0], kwargs.get("position_ids"), new, length),
-            real_tokens=tuple(int(count) for count in valid[:, 0].sum(-1)),
+            padding=padding,
+            position_ids=kwargs.get("position_ids"),
             expand=_expand_of(module),
         )
 
-    def __post_init__(self) -> None:
-        self.tail_positions = self.positions
+    @cached_property
+    def valid(self) -> torch.Tensor:
+        """(batch, 1, tail) bool, False for padding."""
+        if self.mask is not None:
+            return visible_columns(self.mask)[:, 0, -1:, :].expand(self.batch, -1, -1)
+        if self.padding is not None:
+            return self.padding
+        return torch.ones(self.batch, 1, self.tail, dtype=torch.bool, device=self.device)
 
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """RoPE positions (batch, tail)."""
+        return _tail_positions(self.valid[:, 0], self.position_ids, self.new, self.length)
+
+    @cached_property
+    def real_tokens(self) -> tuple[int, ...]:
+        """Unpadded tokens of each row."""
+        return self.count_real(self.tail)
+
+    @cached_property
     def tail_mask(self) -> torch.Tensor | None:
         """Mask over the tail's columns, (batch, 1, new, tail), or None where every query sees all of it."""
         if self.mask is not None:
-            return self.mask
-        tail_valid = self.valid[:, :, -self.tail :]
+            everything = self.new == 1 and bool(visible_columns(self.mask).all())
+            return None if everything else self.mask
         mask = None
         if self.new > 1:
-            last = torch.arange(self.tail - self.new, self.tail, device=self.valid.device)
-            mask = (torch.arange(self.tail, device=self.valid.device) <= last[:, None])[None, None]
-        if not bool(tail_valid.all()):
-            padding = tail_valid[:, :1, None, :]
+            last = torch.arange(self.tail - self.new, self.tail, device=self.device)
+            mask = (torch.arange(self.tail, device=self.device) <= last[:, None])[None, None]
+        if self.padding is not None and not bool(self.padding.all()):
+            padding = self.padding[:, :, None, :]
             mask = padding.expand(-1, -1, self.new, -1) if mask is None else mask & padding
         return mask
 

@@ -239,13 +239,18 @@ class FoldedLayer(CacheLayerMixin):
             parts: list[Part] = []
         else:
             parts = self._parts(call, query, key, value)
-            output, _ = merge(parts)
+            output, _ = parts[0] if len(parts) == 1 else merge(parts)
             result = output.transpose(1, 2).contiguous().to(query.dtype), None
         with torch.no_grad():
             self._after_attention(call, query, key, parts)
-        if self.segments and self.cache.folded_layers[-1] is self:
+        if self.segments and self._is_last():
             self.cache.forget_angles()
         return result
+
+    def _is_last(self) -> bool:
+        """Whether no folded layer comes after this one."""
+        folded = (layer for layer in reversed(self.cache.layers) if isinstance(layer, FoldedLayer))
+        return next(folded) is self
 
     def _recognise(self, module: torch.nn.Module, new: int) -> None:
         """Remember whose states these are, and refuse those of a module with other weights."""
@@ -265,10 +270,18 @@ class FoldedLayer(CacheLayerMixin):
     def _parts(
         self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> list[Part]:
-        """Attention over each segment, then over the tail, then the model's sinks if it has them."""
+        """Attention over each segment, then over the tail, then the model's sinks if it has them; or all in one."""
         context = AttendContext(call.scaling, call.softcap, call.expand, self._rotary(call.module))
-        parts = [segment.store.attend(query, segment.rows, context) for segment in self.segments]
-        parts.append(attend(query, key, value, call.scaling, call.tail_mask(), call.softcap))
+        *others, last = self.segments
+        parts = [segment.store.attend(query, segment.rows, context) for segment in others]
+        alone = call.new == 1 and call.sinks is None and last.rows is None and not self._in_prompt(call)
+        if alone and call.tail_mask is None:
+            before = merge(parts) if parts else None
+            whole = last.store.attend_with_tail(query, key, value, context, before)
+            if whole is not None:
+                return [whole]
+        parts.append(last.store.attend(query, last.rows, context))
+        parts.append(attend(query, key, value, call.scaling, call.tail_mask, call.softcap))
         if call.sinks is not None:
             lse = call.sinks.float().view(1, -1, 1).expand(query.shape[:3])
             parts.append((torch.zeros_like(parts[-1][0]), lse))
@@ -281,8 +294,7 @@ class FoldedLayer(CacheLayerMixin):
     ) -> None:
         end = self.cache.prompt_end
         start = self.folded_tokens
-        told = end is not None and start < end and self.get_seq_length() - call.new < end
-        if told:
+        if self._in_prompt(call):
             assert end is not None
             in_prompt = min(end - start, self.tail)
             ahead = self.tail - in_prompt
@@ -303,6 +315,11 @@ class FoldedLayer(CacheLayerMixin):
         else:
             self._observe_block(call, query, key, parts)
         self.reopen = False
+
+    def _in_prompt(self, call: AttentionCall) -> bool:
+        """Whether the call has tokens of a prompt whose length was told."""
+        end = self.cache.prompt_end
+        return end is not None and self.folded_tokens < end and self.get_seq_length() - call.new < end
 
     def _observe_prompt(
         self,
@@ -350,12 +367,13 @@ class FoldedLayer(CacheLayerMixin):
                 values[row, head, kept.positions] = kept.values.to(values.dtype)
                 valid[row, head, kept.positions] = True
         rows = range(batch) if segment.rows is None else segment.rows.tolist()
+        positions = call.positions
         call.real_tokens = tuple(
             store.real_tokens[source] + count for source, count in zip(rows, call.real_tokens, strict=True)
         )
         call.valid = torch.cat([valid, call.valid.expand(-1, heads, -1)], 2)
-        call.positions = call.positions[:, :1] - torch.arange(store.tokens, 0, -1, device=keys.device)
-        call.positions = torch.cat([call.positions, call.tail_positions], 1)
+        before = positions[:, :1] - torch.arange(store.tokens, 0, -1, device=keys.device)
+        call.positions = torch.cat([before, positions], 1)
         seen = call.expand(keys, values)[0] if call.expand else keys
         keys, values = torch.cat([keys, first], 2), torch.cat([values, second], 2)
         self.keys, self.values = (values, keys) if call.expand else (keys, values)
@@ -389,9 +407,9 @@ class FoldedLayer(CacheLayerMixin):
         lse = (
             merge(parts)[1]
             if parts
-            else attend(query, key, key, call.scaling, call.tail_mask(), call.softcap)[1]
+            else attend(query, key, key, call.scaling, call.tail_mask, call.softcap)[1]
         )
-        mask = call.tail_mask()
+        mask = call.tail_mask
         visible = None if mask is None else visible_columns(mask)[..., :block]
         self.block_observer.observe(
             query,

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
 
 import torch
 
 from kvfold.hf.support import text_config
+from kvfold.kernels.position_bias import planes
+from kvfold.ledger import tensors_in
 
-KEPT_ANGLES = 512
-"""Positions of the longest call whose angles are kept."""
+T = TypeVar("T")
 
 
 class ModelRotary:
@@ -37,39 +38,32 @@ class ModelRotary:
         self.options = {} if layer_type is None else {"layer_type": layer_type}
         name = "attention_scaling" if layer_type is None else f"{layer_type}_attention_scaling"
         self.scale = float(getattr(embedding, name, 1.0))
-        self._recent: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self._shared: dict[Hashable, Any] = {}
 
     def cos_sin(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines (1, tokens, rotary_dim) at positions (1, tokens), times the scale, on the device of x."""
         cos, sin = self.embedding(x, positions, **self.options)
         return cos, sin
 
+    def shared(self, name: Hashable, make: Callable[[], T]) -> T:
+        """What `make` returns: made once for the layers of a step, and kept until `forget`."""
+        if name not in self._shared:
+            self._shared[name] = make()
+        found: T = self._shared[name]
+        return found
+
     def tables(self) -> list[torch.Tensor]:
-        """Every live tensor: frequencies and the latest angles."""
-        return [*self.embedding.buffers(), *(tensor for entry in self._recent for tensor in entry)]
+        """Every live tensor: frequencies and what the layers of a step share."""
+        return [*self.embedding.buffers(), *tensors_in(self._shared)]
 
     def forget(self) -> None:
-        """Drop the latest angles."""
-        self._recent = []
-
-    def _angles(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`cos_sin` in float32; those of the last two short calls are kept.
-
-        Every layer of a decode step asks for the same two sets of positions.
-        """
-        positions = positions.reshape(1, -1).to(x.device)
-        for known, cos, sin in self._recent:
-            if known.device == x.device and known.shape == positions.shape and torch.equal(known, positions):
-                return cos, sin
-        cos, sin = (angle.float() for angle in self.cos_sin(x, positions))
-        if positions.shape[1] <= KEPT_ANGLES:
-            self._recent = [*self._recent[-1:], (positions.clone(), cos, sin)]
-        return cos, sin
+        """Drop what the layers of a step shared."""
+        self._shared = {}
 
     def _turn(self, x: torch.Tensor, positions: torch.Tensor, backwards: bool) -> torch.Tensor:
         shape = x.shape
         flat = x.float().reshape(1, -1, *shape[-2:])
-        cos, sin = self._angles(flat, positions)
+        cos, sin = (angle.float() for angle in self.cos_sin(flat, positions.reshape(1, -1).to(x.device)))
         scale = self.scale
         rotary_dims = cos.shape[-1]
         states = flat[..., :rotary_dims] if self.partial else flat
@@ -146,11 +140,9 @@ def rotary_of(module: torch.nn.Module, device: torch.device) -> ModelRotary | No
 
 
 def _turns(rotary: ModelRotary, head_dim: int, device: torch.device) -> bool:
-    """Whether the modelling file's function takes heads of that size."""
+    """Whether the modelling file's function takes heads of that size, and turns planes of two channels."""
     try:
         with torch.no_grad():
-            rotary.rotate(torch.zeros(1, head_dim, device=device), torch.zeros(1, dtype=torch.long, device=device))
+            return planes(rotary, head_dim, device) is not None
     except (RuntimeError, TypeError, ValueError, IndexError):
         return False
-    rotary.forget()
-    return True

@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 
 from kvfold.codecs.codebook import gaussian_levels
+from kvfold.kernels.position_bias import Turns
+from kvfold.kernels.reference import Part
 
 MAX_DIM, MAX_QUERIES = 256, 16
 """Largest head dimension and number of queries of a KV head that the loop takes."""
@@ -33,55 +35,20 @@ _KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 # No -ffast-math: linking with it makes older compilers flush the whole process's subnormals to zero.
 _FLAGS = ["-std=gnu11", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math"]
 _FLAGS += ["-fno-signed-zeros", "-fassociative-math"]
-_INTEGERS = [
-    "heads",
-    "queries",
-    "key_dim",
-    "value_dim",
-    "grades",
-    "widths",
-    "threads",
-    "visible",
-    "position_bytes",
-    "turned_stride",
-    "frame_kind",
-    "scale_kind",
-    "exact_kind",
-]
-_POINTERS = [
-    "query",
-    "turned",
-    "width",
-    "counts",
-    "key_counts",
-    "value_bits",
-    "order",
-    "key_mean",
-    "key_deviation",
-    "value_mean",
-    "value_magnitude",
-    "positions",
-    "key_codes",
-    "value_codes",
-    "magnitudes",
-    "fine_keys",
-    "fine_values",
-    "fine_scales",
-    "exact_keys",
-    "exact_values",
-    "rotated",
-    "plain",
-    "lse",
-]
+_INTEGERS = "heads queries key_dim value_dim grades widths threads visible position_bytes tail"
+_INTEGERS += " frame_kind scale_kind exact_kind states_kind"
+_POINTERS = "query width counts key_counts value_bits order key_turned key_mean key_deviation value_mean"
+_POINTERS += " value_magnitude positions key_codes value_codes magnitudes fine_keys fine_values fine_scales exact_keys"
+_POINTERS += " exact_values tail_keys tail_values partner coarse_cos coarse_sin fine rotation before before_lse output lse"
 
 
 class _Arguments(ctypes.Structure):
     """As graded_cpu.c's `arguments`."""
 
     _fields_ = (
-        [(name, ctypes.c_int64) for name in _INTEGERS]
-        + [("softcap", ctypes.c_double)]
-        + [(name, ctypes.c_void_p) for name in _POINTERS]
+        [(name, ctypes.c_int64) for name in _INTEGERS.split()]
+        + [("scaling", ctypes.c_double), ("softcap", ctypes.c_double)]
+        + [(name, ctypes.c_void_p) for name in _POINTERS.split()]
     )
 
 
@@ -207,84 +174,102 @@ def _whole(path: Path) -> bool:
     return len(content) > 32 and hashlib.sha256(content[:-32]).digest() == content[-32:]
 
 
-def attend(
-    query: Tensor,
-    turned: Tensor | None,
-    row: int,
-    widths: Sequence[int],
-    counts: Tensor,
-    frame: dict[str, Tensor],
-    buffers: dict[str, Tensor],
-    visible: int,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Attention of few queries over one row's graded tokens.
+class RowLoop:
+    """The loop over one row's graded tokens.
 
     Parameters
     ----------
-    query : (kv_heads, n, key_dim) float32
-        Scaled.
-    turned : (kv_heads, n, tokens) float32 or None
-        Logits of the turned vector at every position.
-    row : int
     widths : sequence of int
         Key widths, widest first.
-    counts : (rows, kv_heads, grades + 2) int32
-    frame : dict of str to Tensor
-        Of all rows.
-    buffers : dict of str to Tensor
-        The row's own.
-    visible : int
-        Tokens at or after this position are hidden.
-    softcap : float or None
-
-    Returns
-    -------
-    (rotated, plain, log-sum-exp) or None
-        The output is the first (kv_heads, n, value_dim), un-rotated, plus the second. None where the loop cannot
-        serve.
+    counts : (kv_heads, grades + 2) int32
+    frame, buffers : mapping of str to Tensor
+        The row's own. They must not change: the loop reads their memory.
+    rotation : (value_dim, value_dim) float32
+        What turns coded values back.
     """
-    heads, n, key_dim = query.shape
-    value_dim = frame["value_mean"].shape[-1]
-    if n > MAX_QUERIES or max(key_dim, value_dim) > MAX_DIM or query.device.type != "cpu" or available():
-        return None
-    library = _loaded().library
-    means, scales, exact = frame["key_mean"], buffers["fine_scales"], buffers["exact_keys"]
-    tensors = {"query": query.contiguous(), "counts": counts[row]}
-    for name in (
-        "key_counts",
-        "value_bits",
-        "order",
-        "key_mean",
-        "key_deviation",
-        "value_mean",
-        "value_magnitude",
+
+    def __init__(
+        self,
+        widths: Sequence[int],
+        counts: Tensor,
+        frame: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        rotation: Tensor,
     ):
-        tensors[name] = frame[name][row]
-    tensors |= {name: buffers[name] for name in _POINTERS if name in buffers}
-    dtypes = {tensors[name].dtype for name in ("key_mean", "key_deviation", "value_mean")}
-    kinds = [_KINDS.get(tensor.dtype) for tensor in (means, scales, exact)]
-    if len(dtypes) > 1 or None in kinds or not all(tensor.is_contiguous() for tensor in tensors.values()):
-        return None
-    if any(tensor.device.type != "cpu" for tensor in tensors.values()):
-        return None
-    output = query.new_empty(2, heads, n, value_dim)
-    lse = query.new_empty(heads, n)
-    width = (ctypes.c_int64 * len(widths))(*widths)
-    stride = 0
-    if turned is not None:
-        if turned.stride(2) != 1 or turned.stride(0) != n * turned.stride(1):
-            turned = turned.contiguous()
-        stride = turned.stride(1)
-    tensors |= {"rotated": output[0], "plain": output[1], "lse": lse}
-    arguments = _Arguments(
-        heads, n, key_dim, value_dim, frame["value_bits"].shape[-1], len(widths), torch.get_num_threads(),
-        visible, buffers["positions"].element_size(), stride, *kinds, softcap or 0.0,
-        turned=None if turned is None else turned.data_ptr(),
-        width=ctypes.addressof(width),
-        **{name: tensor.data_ptr() for name, tensor in tensors.items()},
-    )  # fmt: skip
-    assert library is not None
-    if library.kvfold_graded_attend(ctypes.byref(arguments)):
-        raise MemoryError("attention over a folded cache ran out of memory")
-    return output[0], output[1], lse
+        width = (ctypes.c_int64 * len(widths))(*widths)
+        tensors = {**frame, **buffers, "counts": counts, "rotation": rotation}
+        self.heads, self.key_dim = frame["key_mean"].shape
+        self.value_dim = len(rotation)
+        kinds = [_KINDS.get(tensors[name].dtype) for name in ("key_mean", "fine_scales", "exact_keys")]
+        frames = {tensor.dtype for name, tensor in frame.items() if name.startswith("key_mean")}
+        frames |= {frame[name].dtype for name in ("key_turned", "key_deviation", "value_mean") if name in frame}
+        fits = max(self.key_dim, self.value_dim) <= MAX_DIM and None not in kinds and len(frames) == 1
+        self.usable = fits and all(t.is_contiguous() and t.device.type == "cpu" for t in tensors.values())
+        """Whether the loop can serve this row at all"""
+        if not self.usable:
+            return
+        self._kept = tensors, width
+        self._arguments = _Arguments(
+            heads=self.heads, key_dim=self.key_dim, value_dim=self.value_dim, widths=len(widths),
+            grades=frame["value_bits"].shape[-1], position_bytes=buffers["positions"].element_size(),
+            frame_kind=kinds[0], scale_kind=kinds[1], exact_kind=kinds[2], width=ctypes.addressof(width),
+            **{name: tensor.data_ptr() for name, tensor in tensors.items()},
+        )  # fmt: skip
+
+    def attend(
+        self,
+        query: Tensor,
+        turns: Turns | None,
+        visible: int,
+        scaling: float,
+        softcap: float | None,
+        tail: tuple[Tensor, Tensor] | None = None,
+        before: Part | None = None,
+    ) -> Part | None:
+        """Attention of few queries over the row, and over exact tokens after it.
+
+        Parameters
+        ----------
+        query : (heads, n, key_dim) float32, float16 or bfloat16
+        turns : Turns or None
+            Of the row's positions; needed where the frame has `key_turned`.
+        visible : int
+            Tokens of the row at or after this position are hidden.
+        scaling : float
+        softcap : float or None
+        tail : (keys, values), each (kv_heads, tokens, dim) of the query's dtype, optional
+            Every query sees all of them.
+        before : (output (heads, n, value_dim), log-sum-exp (heads, n)), optional
+            Attention over yet other tokens, to be merged.
+
+        Returns
+        -------
+        (output (heads, n, value_dim), log-sum-exp (heads, n)), float32, or None where the loop cannot serve.
+        """
+        heads, count, _ = query.shape
+        queries, kind = heads // self.heads * count, _KINDS.get(query.dtype)
+        if not self.usable or queries > MAX_QUERIES or kind is None or query.device.type != "cpu" or available():
+            return None
+        tensors = {"query": query.contiguous()}
+        if turns is not None:
+            tensors |= {name: getattr(turns, name) for name in ("partner", "coarse_cos", "coarse_sin", "fine")}
+        if tail is not None:
+            if tail[0].dtype != query.dtype or tail[1].dtype != query.dtype:
+                return None
+            tensors |= {"tail_keys": tail[0].contiguous(), "tail_values": tail[1].contiguous()}
+        if before is not None:
+            tensors |= {"before": before[0].contiguous(), "before_lse": before[1].contiguous()}
+        output = query.new_empty(heads, count, self.value_dim, dtype=torch.float32)
+        lse = query.new_empty(heads, count, dtype=torch.float32)
+        arguments = _Arguments.from_buffer_copy(self._arguments)
+        arguments.queries, arguments.threads, arguments.visible = queries, torch.get_num_threads(), visible
+        arguments.states_kind, arguments.tail = kind, 0 if tail is None else tail[0].shape[1]
+        arguments.scaling, arguments.softcap = scaling, softcap or 0.0
+        arguments.output, arguments.lse = output.data_ptr(), lse.data_ptr()
+        for name, tensor in tensors.items():
+            setattr(arguments, name, tensor.data_ptr())
+        library = _loaded().library
+        assert library is not None
+        if library.kvfold_graded_attend(ctypes.byref(arguments)):
+            raise MemoryError("attention over a folded cache ran out of memory")
+        return output, lse

@@ -1,28 +1,106 @@
-"""Logits of one constant vector turned to every position, read from no memory.
+"""One constant vector turned by RoPE to every position: its rows and its logits, from two small tables.
 
-q . R(p + j) b = (R(-p) q) . (R(j) b): coarse steps turn the query, fine ones turn the constant, and a small
-matrix product gives every position. Both sides below compose the same two turns, so that what folding took out of the
-keys is what attention puts back.
+RoPE turns planes of two channels. With R(p) for the turn to position p, q . R(p) b is, in every plane, a cosine and a sine
+of p times two products of q and b, so one row of factors for each query, made once, gives the logit at any position by a
+product with a table that knows neither q nor b. Every position is a coarse turn and a fine one: the factors take the coarse
+turn, the table holds the fine ones. Rows compose the same two turns, so that what folding took out of the keys is what
+attention puts back.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import weakref
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 if TYPE_CHECKING:
     from kvfold.stores.base import Rotary
 
 FINE = 128
-"""Positions between coarse turns, at most: about the square root of a long prompt makes both sides small."""
+"""Positions between coarse turns."""
+LANES = 16
+"""Columns of the table of fine turns are a multiple, for the C loop."""
+
+_planes: weakref.WeakKeyDictionary[Rotary, dict[int, tuple[int, ...] | None]] = weakref.WeakKeyDictionary()
 
 
-def _turns(tokens: int, shift: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Positions of the coarse turns and of the fine ones."""
-    fine = min(FINE, tokens)
-    return torch.arange(shift, shift + tokens, fine, device=device), torch.arange(fine, device=device)
+class Turns(NamedTuple):
+    """RoPE at the positions of a segment; float32 but for the first two. A turned x is cos * x + sin * x[partner]."""
+
+    partner: Tensor
+    """(key_dim,) int64: the other channel of each channel's plane; its own where RoPE leaves it alone"""
+    first: Tensor
+    """(key_dim,) bool: the first channel of its plane"""
+    coarse_cos: Tensor
+    coarse_sin: Tensor
+    """(coarse, key_dim)"""
+    fine_cos: Tensor
+    fine_sin: Tensor
+    """(FINE, key_dim)"""
+    fine: Tensor
+    """(FINE, key_dim padded to LANES): cosines at first channels, sines at second ones"""
+    scale: float
+    """The model's factor on every turned vector, not in the tables"""
+
+    def factors(self, query: Tensor, vector: Tensor) -> Tensor:
+        """Of `fine`, for query (kv_heads, n, key_dim) and vector (kv_heads, key_dim), both float32."""
+        vector = vector[:, None] * self.scale
+        other, product = vector[..., self.partner], query * vector
+        second = torch.where(self.first[self.partner], 0, product[..., self.partner])
+        return torch.where(self.first, product + second, query * other - query[..., self.partner] * vector)
+
+
+def planes(rotary: Rotary, dim: int, device: torch.device) -> tuple[int, ...] | None:
+    """The other channel of each channel's plane (its own where there is none), or None if RoPE does not turn planes."""
+    known = _planes.setdefault(rotary, {})
+    if dim not in known:
+        known[dim] = _find_planes(rotary, dim, device)
+    return known[dim]
+
+
+def _find_planes(rotary: Rotary, dim: int, device: torch.device) -> tuple[int, ...] | None:
+    one = torch.ones(1, dtype=torch.long, device=device)
+    matrix = rotary.rotate(torch.eye(dim, device=device)[:, None], one)[:, 0].cpu() / rotary.scale
+    mixed = matrix - matrix.diag().diag()
+    partner = torch.where(mixed.any(1), mixed.abs().argmax(1), torch.arange(dim))
+    rebuilt = torch.zeros_like(mixed).scatter_(1, partner[:, None], mixed.gather(1, partner[:, None]))
+    cos, sin = matrix.diag(), mixed.gather(1, partner[:, None])[:, 0]
+    turned = torch.allclose(cos[partner], cos, atol=1e-5) and torch.allclose(sin[partner], -sin, atol=1e-5)
+    if not turned or not torch.equal(rebuilt, mixed) or not torch.equal(partner[partner], torch.arange(dim)):
+        return None
+    return tuple(partner.tolist())
+
+
+def turns(rotary: Rotary, dim: int, tokens: int, shift: int, device: torch.device) -> Turns:
+    """Tables for `tokens` positions from `shift` on; the layers of a step share them.
+
+    Raises
+    ------
+    ValueError
+        RoPE does not turn planes of two channels.
+    """
+    return rotary.shared(("turns", dim, tokens, shift, device), lambda: _turns(rotary, dim, tokens, shift, device))
+
+
+def _turns(rotary: Rotary, dim: int, tokens: int, shift: int, device: torch.device) -> Turns:
+    found = planes(rotary, dim, device)
+    if found is None:
+        raise ValueError("this model's rotary embedding does not turn planes of two channels")
+    partner, channel = torch.tensor(found, device=device), torch.arange(dim, device=device)
+    first = channel <= partner
+
+    def at(positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        table = rotary.rotate(first.float().expand(len(positions), -1), positions) / rotary.scale
+        cos, sin = torch.where(first, table, table[:, partner]), torch.where(first, -table[:, partner], table)
+        return table, cos, sin.masked_fill(partner == channel, 0)
+
+    _, coarse_cos, coarse_sin = at(torch.arange(shift, shift + max(tokens, 1), FINE, device=device))
+    table, fine_cos, fine_sin = at(torch.arange(FINE, device=device))
+    fine = pad(table, (0, -dim % LANES))
+    return Turns(partner, first, coarse_cos, coarse_sin, fine_cos, fine_sin, fine, rotary.scale)
 
 
 def turned_rows(vector: Tensor, rotary: Rotary, tokens: int, shift: int) -> Tensor:
@@ -41,11 +119,12 @@ def turned_rows(vector: Tensor, rotary: Rotary, tokens: int, shift: int) -> Tens
     (kv_heads, tokens, key_dim) float32
     """
     heads, dim = vector.shape
-    coarse, steps = _turns(tokens, shift, vector.device)
-    fine = rotary.rotate(vector[:, None].expand(-1, len(steps), -1), steps)
-    spread = fine[:, :, None].expand(-1, -1, len(coarse), -1).reshape(-1, len(coarse), dim)
-    turned = rotary.rotate(spread, coarse).view(heads, len(steps), len(coarse), dim) / rotary.scale
-    return turned.transpose(1, 2).reshape(heads, -1, dim)[:, :tokens]
+    t = turns(rotary, dim, tokens, shift, vector.device)
+    near = vector[:, None] * t.scale
+    near = near * t.fine_cos + near[..., t.partner] * t.fine_sin
+    near, crossed = near[:, None, : max(tokens, 1)], near[:, None, : max(tokens, 1), t.partner]
+    rows = torch.mul(near, t.coarse_cos[:, None]).addcmul_(crossed, t.coarse_sin[:, None])
+    return rows.view(heads, -1, dim)[:, :tokens]
 
 
 def position_logits(query: Tensor, vector: Tensor, rotary: Rotary, tokens: int, shift: int) -> Tensor:
@@ -67,8 +146,7 @@ def position_logits(query: Tensor, vector: Tensor, rotary: Rotary, tokens: int, 
     heads, count, dim = query.shape
     if count > FINE:
         return query @ turned_rows(vector, rotary, tokens, shift).transpose(1, 2)
-    coarse, steps = _turns(tokens, shift, query.device)
-    fine = rotary.rotate(vector[:, None].expand(-1, len(steps), -1), steps)
-    spread = query[:, :, None].expand(-1, -1, len(coarse), -1).reshape(heads * count, len(coarse), dim)
-    turned = rotary.unrotate(spread, coarse).view(heads, count * len(coarse), dim) * rotary.scale
-    return (turned @ fine.transpose(1, 2)).view(heads, count, -1)[..., :tokens]
+    t = turns(rotary, dim, tokens, shift, query.device)
+    factors = t.factors(query, vector)[:, :, None]
+    back = torch.mul(factors, t.coarse_cos).addcmul_(factors[..., t.partner], t.coarse_sin, value=-1)
+    return (back.view(heads, -1, dim) @ t.fine[:, :dim].t()).view(heads, count, -1)[..., :tokens]

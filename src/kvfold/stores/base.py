@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
 from kvfold.kernels.reference import Part, attend, merge
 from kvfold.ledger import tensor_bytes
 
+T = TypeVar("T")
 Expand = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """MLA: (keys (rows, 1, n, rope_dim), values (rows, 1, n, latent_dim)) -> per-head keys and values."""
 
@@ -34,6 +35,9 @@ class Rotary(Protocol):
 
     def unrotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """The inverse of `rotate`; float32."""
+
+    def shared(self, name: Hashable, make: Callable[[], T]) -> T:
+        """What `make` returns, made once for all layers of a step."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,31 @@ class Store(ABC):
         (output (batch, heads, queries, value_dim) float32, log-sum-exp (batch, heads, queries) float32);
         output 0 and -inf where a row's head holds no token.
         """
+
+    def attend_with_tail(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        context: AttendContext,
+        before: Part | None,
+    ) -> Part | None:
+        """Attention over the store, over exact tokens after it and over what came before, in one go.
+
+        Parameters
+        ----------
+        query : (batch, heads, queries, query_dim)
+        key, value : (batch, kv_heads, tokens, key_dim | value_dim)
+            Every query sees all of them; batch row i reads store row i.
+        context : AttendContext
+        before : Part or None
+            Attention over yet other tokens.
+
+        Returns
+        -------
+        As `attend`, or None where only the parts can be had one by one.
+        """
+        return None
 
     @abstractmethod
     def kept(self, row: int, head: int, rotary: Rotary | None = None) -> Kept:

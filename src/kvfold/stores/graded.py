@@ -24,7 +24,7 @@ from kvfold.codecs.codebook import gaussian_levels
 from kvfold.codecs.packing import packed_bytes
 from kvfold.codecs.rotation import hadamard
 from kvfold.kernels import graded_cpu
-from kvfold.kernels.position_bias import position_logits, turned_rows
+from kvfold.kernels.position_bias import position_logits, turned_rows, turns
 from kvfold.kernels.reference import Part, soft_cap, softmax_lse
 from kvfold.stores.base import AttendContext, Kept, Rotary, Store, attend_expanded
 from kvfold.stores.trizone import position_dtype
@@ -239,6 +239,7 @@ class GradedStore(Store):
         self.kv_heads = frame.order.shape[1]
         self.key_dim, self.value_dim = layout.key_dim, layout.value_dim
         self._rows = self._cut()
+        self._loops: dict[int, graded_cpu.RowLoop] = {}
 
     def _cut(self) -> list[_Row]:
         """Views of each row; checks that every buffer is used to its last element."""
@@ -381,13 +382,13 @@ class GradedStore(Store):
         batch, heads, queries, _ = query.shape
         sources = list(range(batch)) if rows is None else rows.tolist()
         if batch == 1:
-            output, lse = self._attend_row(sources[0], query[0].float(), context)
+            output, lse = self._attend_row(sources[0], query[0], context)
             return output[None], lse[None]
         output = query.new_empty(batch, heads, queries, 0, dtype=torch.float32)
         lse = query.new_empty(batch, heads, queries, dtype=torch.float32)
         for row in sorted(set(sources)):
             index = [position for position, source in enumerate(sources) if source == row]
-            q = query[index].float().transpose(0, 1).flatten(1, 2)
+            q = query[index].transpose(0, 1).flatten(1, 2)
             out, part = self._attend_row(row, q, context)
             if not output.shape[-1]:
                 output = out.new_empty(batch, heads, queries, out.shape[-1])
@@ -398,9 +399,12 @@ class GradedStore(Store):
     def _attend_row(self, row: int, query: Tensor, context: AttendContext) -> Part:
         """Attention of query (heads, n, query_dim) over one row."""
         if context.expand is not None:
-            return attend_expanded(self.kept(row, 0, context.rotary), query, context)
+            return attend_expanded(self.kept(row, 0, context.rotary), query.float(), context)
+        found = self._loop_row(row, query, context)
+        if found is not None:
+            return found
         heads, count, dim = query.shape
-        q = query.reshape(self.kv_heads, -1, dim) * context.scaling
+        q = query.float().reshape(self.kv_heads, -1, dim) * context.scaling
         limit = max(1, (1 << 24) // max(self.layout.tokens, 1))
         parts = [
             self._attend_some(row, q[:, start : start + limit], context)
@@ -411,24 +415,49 @@ class GradedStore(Store):
         )
         return output.view(heads, count, self.value_dim), lse.view(heads, count)
 
+    def attend_with_tail(
+        self, query: Tensor, key: Tensor, value: Tensor, context: AttendContext, before: Part | None
+    ) -> Part | None:
+        if context.expand is not None or query.shape[0] != self.rows:
+            return None
+        found = []
+        for row in range(self.rows):
+            own = None if before is None else (before[0][row], before[1][row])
+            part = self._loop_row(row, query[row], context, (key[row], value[row]), own)
+            if part is None:
+                return None
+            found.append(part)
+        if len(found) == 1:
+            return found[0][0][None], found[0][1][None]
+        return torch.stack([part[0] for part in found]), torch.stack([part[1] for part in found])
+
+    def _loop_row(
+        self,
+        row: int,
+        query: Tensor,
+        context: AttendContext,
+        tail: tuple[Tensor, Tensor] | None = None,
+        before: Part | None = None,
+    ) -> Part | None:
+        """As `_attend_row`, by the C loop where it serves; see `graded_cpu.RowLoop.attend`."""
+        if query.device.type != "cpu" or graded_cpu.available():
+            return None
+        if row not in self._loops:
+            frame = {name: tensor[row] for name, tensor in self.frame.tensors().items()}
+            counts, buffers = self.buffers["counts"][row], self._rows[row].buffers
+            rotation = value_rotation(self.value_dim, query.device)
+            self._loops[row] = graded_cpu.RowLoop(self.layout.widths, counts, frame, buffers, rotation)
+        around = None
+        if self.frame.key_turned is not None:
+            tokens, shift = self.layout.tokens, self.layout.shifts[row]
+            around = turns(_require(context.rotary), self.key_dim, tokens, shift, query.device)
+        return self._loops[row].attend(
+            query, around, self.tokens, context.scaling, context.softcap, tail, before
+        )
+
     def _attend_some(self, row: int, q: Tensor, context: AttendContext) -> Part:
         """As `_attend_row` for scaled queries grouped by KV head (kv_heads, n, key_dim)."""
         frame, part = self.frame, self._rows[row]
-        if q.device.type == "cpu" and q.shape[1] <= graded_cpu.MAX_QUERIES and not graded_cpu.available():
-            found = graded_cpu.attend(
-                q,
-                self._turned(row, q, context.rotary),
-                row,
-                self.layout.widths,
-                self.buffers["counts"],
-                frame.tensors(),
-                part.buffers,
-                self.tokens,
-                context.softcap,
-            )
-            if found is not None:
-                rotated, plain, lse = found
-                return plain.add_(rotated @ value_rotation(self.value_dim, q.device)), lse
         scores = self._scores(row, q, context.rotary)
         weights, lses, coded = [], [], []
         for head, logits in zip(part.heads, scores, strict=True):
