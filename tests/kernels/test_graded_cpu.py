@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvfold.kernels import graded_cpu
+from kvfold.kernels import graded_cpu, native
 from kvfold.kernels.reference import attend, merge
 from kvfold.stores.base import AttendContext
 from tests.stores.test_graded import CASES, GRADES, ROTARY, exact, random_store
@@ -19,9 +19,9 @@ needs_loop = pytest.mark.skipif(
 def fresh(monkeypatch, tmp_path):
     """An empty cache folder and nothing loaded."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    graded_cpu._load.cache_clear()
+    graded_cpu.NATIVE.forget()
     yield tmp_path / "kvfold" / "kernels"
-    graded_cpu._load.cache_clear()
+    graded_cpu.NATIVE.forget()
 
 
 def both(monkeypatch, store, queries=1, group=2, rows=None, softcap=None):
@@ -39,9 +39,7 @@ def both(monkeypatch, store, queries=1, group=2, rows=None, softcap=None):
 def watch(monkeypatch):
     """What the loop returned, call by call."""
     calls, attend = [], graded_cpu.RowLoop.attend
-    monkeypatch.setattr(
-        graded_cpu.RowLoop, "attend", lambda *args: calls.append(attend(*args)) or calls[-1]
-    )
+    monkeypatch.setattr(graded_cpu.RowLoop, "attend", lambda *args: calls.append(attend(*args)) or calls[-1])
     return calls
 
 
@@ -96,7 +94,11 @@ def test_hidden_tokens(tokens, monkeypatch):
 def test_one_softmax_over_the_store_the_tail_and_what_came_before(case, before, tail, dtype):
     store, *_ = random_store(**case)
     generator = torch.Generator().manual_seed(2)
-    dims = {"query": (6, 1, store.key_dim), "key": (3, tail, store.key_dim), "value": (3, tail, store.value_dim)}
+    dims = {
+        "query": (6, 1, store.key_dim),
+        "key": (3, tail, store.key_dim),
+        "value": (3, tail, store.value_dim),
+    }
     query, key, value = (torch.randn(2, *d, generator=generator).to(dtype) for d in dims.values())
     other = torch.randn(2, 6, 1, store.value_dim), torch.randn(2, 6, 1)
     other[1][0, 0] = -torch.inf
@@ -139,12 +141,12 @@ def test_a_compiler_that_fails_is_told(monkeypatch, fresh):
 @needs_loop
 @pytest.mark.parametrize("damage", [b"", b"not a library", None])
 def test_a_damaged_file_is_made_again(monkeypatch, fresh, damage):
-    path = graded_cpu._build()
+    path = native.build(graded_cpu.NATIVE.source)
     whole = path.read_bytes()
     path.unlink()
     path.write_bytes(whole[:-100] if damage is None else damage)
     assert graded_cpu.available() is None
-    assert graded_cpu._build() == path and graded_cpu._whole(path)
+    assert native.build(graded_cpu.NATIVE.source) == path and native.intact(path)
     assert list(fresh.iterdir()) == [path]
     store, *_ = random_store()
     same(monkeypatch, store)

@@ -41,7 +41,9 @@ def test_equals_rope_at_each_position(rotary, tokens, shift, count):
     rows = rows[:, :, 0].transpose(0, 1)
     torch.testing.assert_close(turned_rows(vector, rotary, tokens, shift), rows, atol=2e-3, rtol=0)
     expected = query @ rows.transpose(1, 2)
-    torch.testing.assert_close(position_logits(query, vector, rotary, tokens, shift), expected, atol=1e-2, rtol=0)
+    torch.testing.assert_close(
+        position_logits(query, vector, rotary, tokens, shift), expected, atol=1e-2, rtol=0
+    )
 
 
 def test_knows_planes():

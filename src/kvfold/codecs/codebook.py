@@ -149,12 +149,19 @@ def _lloyd_max(
     slope = np.gradient(x, step)
     share = tail(np.cbrt(density * np.maximum(slope, 1e-12) ** 2))
     levels = np.interp(-share[0] * (1 - (np.arange(cells) + 0.5) / cells), -share, x)
-    for _ in range(20_000):
-        edges = np.concatenate([[u[0]], u_of_x((levels[1:] + levels[:-1]) / 2), [u[-1]]])
+    for _ in range(100):
+        inner = (levels[1:] + levels[:-1]) / 2
+        edges = np.concatenate([[u[0]], u_of_x(inner), [u[-1]]])
         cell_mass = -np.diff(np.interp(edges, u, mass))
         centres = -np.diff(np.interp(edges, u, moment)) / cell_mass
         moved = np.abs(centres - levels).max() / levels[-1]
-        levels = centres
         if moved < 1e-9:
+            levels = centres
             break
+        # Newton's step: a level follows its two boundaries, and each of them half of the levels beside it. (Lloyd's own,
+        # levels = centres, takes thousands of rounds at 8 bits.)
+        half = np.interp(edges[1:-1], u, density / slope) / 2
+        down, up = half * (centres[1:] - inner) / cell_mass[1:], half * (inner - centres[:-1]) / cell_mass[:-1]
+        follow = np.diag(np.append(up, 0.0) + np.insert(down, 0, 0.0)) + np.diag(up, 1) + np.diag(down, -1)
+        levels = levels + np.linalg.solve(np.eye(cells) - follow, centres - levels)
     return np.concatenate([-levels[::-1], levels])

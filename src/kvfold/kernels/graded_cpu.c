@@ -1,4 +1,4 @@
-// Attention of few queries over graded tokens (stores/graded.py), straight from their packed codes, and over the exact
+// Attention of few queries over graded tokens (stores/graded), straight from their packed codes, and over the exact
 // tokens that follow them, in one softmax.
 //
 // Tokens are taken in pieces of one head and one grade. A piece's keys and values are decoded a tile at a time into a

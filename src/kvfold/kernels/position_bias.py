@@ -82,7 +82,9 @@ def turns(rotary: Rotary, dim: int, tokens: int, shift: int, device: torch.devic
     ValueError
         RoPE does not turn planes of two channels.
     """
-    return rotary.shared(("turns", dim, tokens, shift, device), lambda: _turns(rotary, dim, tokens, shift, device))
+    return rotary.shared(
+        ("turns", dim, tokens, shift, device), lambda: _turns(rotary, dim, tokens, shift, device)
+    )
 
 
 def _turns(rotary: Rotary, dim: int, tokens: int, shift: int, device: torch.device) -> Turns:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from kvfold.kernels import softmax_columns
+
 Part = tuple[torch.Tensor, torch.Tensor]
 """(output (batch, heads, queries, value_dim) float32, log-sum-exp (batch, heads, queries) float32)."""
 
@@ -131,6 +133,8 @@ def column_mass(
 ) -> torch.Tensor:
     """Attention mass that each key receives from all queries: column sums, without the whole matrix.
 
+    In float32, but a processor with fast bfloat16 products multiplies unmasked bfloat16 queries and keys as they are.
+
     Parameters
     ----------
     query : (batch, heads, queries, key_dim)
@@ -161,11 +165,18 @@ def column_mass(
         mask = mask[:, :, :1]
     if mask is not None and mask.shape[2] == 1 and bool(mask.all()):
         mask = None
-    key_t = key.float().transpose(-1, -2).contiguous()
-    mass = key_t.new_zeros(batch, key_heads, tokens)
+    plain = mask is None and softcap is None and other_lse is None
+    loop = plain and query.device.type == "cpu" and not softmax_columns.NATIVE.available()
+    low = loop and query.dtype == key.dtype == torch.bfloat16 and softmax_columns.low_precision_pays()
+    key_t = (key if low else key.float()).transpose(-1, -2).contiguous()
+    mass = torch.zeros(batch, key_heads, tokens, device=key.device)
     for start in range(0, queries, block):
-        part = query[:, :, start : start + block].float() * scaling
+        part = (query[:, :, start : start + block].float() * scaling).to(key_t.dtype)
         count = part.shape[2]
+        if loop:
+            scores = part.reshape(batch, key_heads, group * count, -1) @ key_t
+            softmax_columns.add_columns(scores.flatten(0, 1), mass.view(-1, tokens), squared)
+            continue
         scores = soft_cap(part.reshape(batch, key_heads, group * count, -1) @ key_t, softcap)
         seen = None
         if mask is not None:

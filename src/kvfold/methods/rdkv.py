@@ -174,7 +174,7 @@ class RDKV(Method):
             index, keys, kv_heads = view.sampled_index, keys_for_scores(view), view.keys.shape[1]
             rows = [
                 column_mass(
-                    query[None],
+                    query[None].to(keys.dtype),
                     keys[row : row + 1],
                     view.scaling,
                     view.valid[row : row + 1, :, None].expand(-1, -1, query.shape[1], -1),
