@@ -1,85 +1,19 @@
-"""TriZone: tokens and key channels of mixed widths, packed, one ragged segment for each row and KV head.
-
-RDKV, section on the packed layout: zone A holds tokens whose values have 1 to 8 bits, zone B those at 16, and zone C, the
-exact tail, is the cache layer's own. A segment's tokens are sorted by value width and then by position, its key
-channels by key width, so that every width is one contiguous block of codes. Keys share the order of the values.
-"""
+"""The store of packed tokens of mixed widths."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvfold.codecs.affine import quantise
-from kvfold.codecs.packing import pack, packed_bytes, unpack
+from kvfold.codecs.packing import packed_bytes, unpack
 from kvfold.kernels.reference import Part, soft_cap
-from kvfold.stores.base import AttendContext, Kept, Rotary, Store, attend_expanded
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Everything about a TriZone store that is not a tensor.
-
-    Attributes
-    ----------
-    value_widths, key_widths : tuple of int
-        The widths in use above 0, ascending; 16 means stored as it is.
-    value_group, key_group : int or None
-        Channels (of a value) and kept tokens (of a key channel) that share a scale and minimum; None: all of them.
-    tokens : int
-    real_tokens : tuple of int
-    key_dim, value_dim : int
-    """
-
-    value_widths: tuple[int, ...]
-    key_widths: tuple[int, ...]
-    value_group: int | None
-    key_group: int | None
-    tokens: int
-    real_tokens: tuple[int, ...]
-    key_dim: int
-    value_dim: int
-
-    def value_groups(self) -> list[slice]:
-        """Channel ranges that share a scale."""
-        step = self.value_group or self.value_dim
-        return [slice(start, min(start + step, self.value_dim)) for start in range(0, self.value_dim, step)]
-
-    def key_groups(self, tokens: int) -> int:
-        """Scales of one key channel over `tokens` kept tokens."""
-        if not tokens:
-            return 0
-        return -(-tokens // min(tokens, self.key_group or tokens))
-
-    def value_bytes(self, width: int) -> int:
-        """Bytes that one token's value row and its position take at a width (0: evicted)."""
-        if width == 0:
-            return 0
-        position = position_dtype(self.tokens).itemsize
-        if width == 16:
-            return 2 * self.value_dim + position
-        return packed_bytes(self.value_dim, width) + 4 * len(self.value_groups()) + position
-
-    def key_bytes(self, width: int, channels: int, tokens: int) -> int:
-        """Bytes of `channels` key channels of one width over `tokens` kept tokens."""
-        if width == 0 or not channels:
-            return 0
-        if width == 16:
-            return 2 * channels * tokens
-        return tokens * packed_bytes(channels, width) + 4 * channels * self.key_groups(tokens)
-
-    def fixed_bytes(self, heads: int) -> int:
-        """Bytes of one row that do not depend on the allocation: channel order and counts."""
-        return heads * (self.key_dim + 4 * (len(self.value_widths) + len(self.key_widths)))
-
-
-def position_dtype(tokens: int) -> torch.dtype:
-    """Smallest dtype that holds a logical index below `tokens`."""
-    return torch.int16 if tokens <= 1 << 15 else torch.int32
+from kvfold.stores.base import AttendContext, Kept, Rotary
+from kvfold.stores.ragged import Cursor, RaggedStore
+from kvfold.stores.trizone.encode import encode
+from kvfold.stores.trizone.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -104,7 +38,7 @@ class _Segment:
     values: list[_Section]
 
 
-class TriZoneStore(Store):
+class TriZoneStore(RaggedStore):
     """Packed tokens of mixed widths.
 
     Parameters
@@ -124,6 +58,7 @@ class TriZoneStore(Store):
     """
 
     kind = "trizone"
+    layout_class = Layout
     purposes = {
         "positions": "positions",
         "value_counts": "order",
@@ -160,15 +95,9 @@ class TriZoneStore(Store):
         layout, buffers = self.layout, self.buffers
         if len(self._value_counts) != len(layout.real_tokens):
             raise ValueError("counts and real_tokens disagree on the number of rows")
-        cursor = dict.fromkeys(buffers, 0)
-
-        def take(name: str, count: int) -> Tensor:
-            start = cursor[name]
-            cursor[name] += count
-            if cursor[name] > buffers[name].shape[0]:
-                raise ValueError(f"buffer {name} is shorter than the counts say")
-            return buffers[name][start : start + count]
-
+        counts = ("order", "value_counts", "key_counts")
+        cursor = Cursor({name: buffer for name, buffer in buffers.items() if name not in counts})
+        take = cursor.take
         rows = []
         for row, (value_counts, key_counts) in enumerate(
             zip(self._value_counts, self._key_counts, strict=True)
@@ -210,9 +139,7 @@ class TriZoneStore(Store):
                     )
                 )
             rows.append(segments)
-        for name, used in cursor.items():
-            if name not in ("order", "value_counts", "key_counts") and used != buffers[name].shape[0]:
-                raise ValueError(f"buffer {name} is longer than the counts say")
+        cursor.finish()
         return rows
 
     @classmethod
@@ -235,93 +162,15 @@ class TriZoneStore(Store):
             Width of each key channel, 0 to drop it.
         layout : Layout
         """
-        rows, heads = keys.shape[:2]
-        device = keys.device
-        half = keys.dtype if keys.dtype in (torch.float16, torch.bfloat16) else torch.float16
-        meta = (
-            torch.bfloat16 if keys.dtype == torch.bfloat16 and _beyond_half(keys, values) else torch.float16
-        )
-        # Stable sort: by width, then by position; evicted tokens and dropped channels come first and are cut off.
-        token_order = torch.sort(value_bits, dim=-1, stable=True).indices
-        channel_order = torch.sort(key_bits, dim=-1, stable=True).indices
-        value_counts = torch.stack([(value_bits == width).sum(-1) for width in layout.value_widths], -1).int()
-        key_counts = torch.stack([(key_bits == width).sum(-1) for width in layout.key_widths], -1).int()
-        dropped = key_counts.sum(-1)
-        parts: dict[str, list[Tensor]] = {"positions": [], "key_scale": [], "key_minimum": []}
-        for width in layout.value_widths:
-            coded = [f"value_scale_{width}", f"value_minimum_{width}"] if width < 16 else []
-            parts |= {name: [] for name in [f"values_{width}", *coded]}
-        parts |= {f"keys_{width}": [] for width in layout.key_widths}
-        orders = []
-        for row in range(rows):
-            for head in range(heads):
-                kept = int(value_counts[row, head].sum())
-                tokens = (
-                    token_order[row, head, layout.tokens - kept :] if kept else token_order[row, head, :0]
-                )
-                parts["positions"].append(tokens)
-                start = 0
-                for width, count in zip(layout.value_widths, value_counts[row, head].tolist(), strict=True):
-                    x = values[row, head, tokens[start : start + count]]
-                    start += count
-                    if width == 16:
-                        parts["values_16"].append(x.to(half))
-                        continue
-                    coded_x = quantise(x.float(), width, layout.value_group, meta)
-                    parts[f"values_{width}"].append(pack(coded_x.codes, width))
-                    parts[f"value_scale_{width}"].append(coded_x.scale)
-                    parts[f"value_minimum_{width}"].append(coded_x.minimum)
-                used = int(dropped[row, head])
-                channels = (
-                    channel_order[row, head, layout.key_dim - used :]
-                    if used
-                    else channel_order[row, head, :0]
-                )
-                rest = channel_order[row, head, : layout.key_dim - used]
-                orders.append(torch.cat([channels, rest]))
-                k = keys[row, head, tokens].float()
-                start = 0
-                for width, count in zip(layout.key_widths, key_counts[row, head].tolist(), strict=True):
-                    x = k[:, channels[start : start + count]]
-                    start += count
-                    if width == 16:
-                        parts["keys_16"].append(x.to(half).flatten())
-                        continue
-                    coded_k = quantise(x.t().contiguous(), width, layout.key_group, meta)
-                    parts[f"keys_{width}"].append(pack(coded_k.codes.t().contiguous(), width).flatten())
-                    parts["key_scale"].append(coded_k.scale.t().flatten())
-                    parts["key_minimum"].append(coded_k.minimum.t().flatten())
-        buffers = {name: torch.cat(pieces) for name, pieces in parts.items() if pieces}
-        for name in ("key_scale", "key_minimum"):
-            buffers.setdefault(name, torch.empty(0, dtype=meta, device=device))
-        buffers["positions"] = buffers["positions"].to(position_dtype(layout.tokens))
-        buffers["order"] = torch.stack(orders).view(rows, heads, -1).to(torch.uint8)
-        buffers["value_counts"], buffers["key_counts"] = value_counts, key_counts
-        return cls(layout, buffers)
+        return cls(layout, encode(keys, values, value_bits, key_bits, layout))
+
+    def _again(self) -> TriZoneStore:
+        return TriZoneStore(self.layout, self.buffers)
 
     # ---- attention ----
 
-    def attend(self, query: Tensor, rows: Tensor | None, context: AttendContext) -> Part:
-        batch, heads, queries, _ = query.shape
-        sources = list(range(batch)) if rows is None else rows.tolist()
-        output = lse = None
-        for row in sorted(set(sources)):
-            index = [position for position, source in enumerate(sources) if source == row]
-            # (heads, batch rows that share this store row x queries, dim): more queries for the same tokens.
-            q = query[index].float().transpose(0, 1).flatten(1, 2)
-            out, part_lse = self._attend_row(row, q, context)
-            if output is None or lse is None:
-                output = out.new_zeros(batch, heads, queries, out.shape[-1])
-                lse = out.new_full((batch, heads, queries), -torch.inf)
-            output[index] = out.view(heads, len(index), queries, -1).transpose(0, 1)
-            lse[index] = part_lse.view(heads, len(index), queries).transpose(0, 1)
-        assert output is not None and lse is not None
-        return output, lse
-
     def _attend_row(self, row: int, query: Tensor, context: AttendContext) -> Part:
         """Attention of query (heads, n, query_dim) over one row's segments."""
-        if context.expand is not None:
-            return attend_expanded(self.kept(row, 0, context.rotary), query, context)
         heads, count, dim = query.shape
         q = query.reshape(self.kv_heads, -1, dim) * context.scaling
         outputs, lses = [], []
@@ -428,14 +277,6 @@ class TriZoneStore(Store):
             positions, keys, values = positions[alive], keys[alive], values[alive]
         return Kept(positions, keys, values)
 
-    def crop(self, tokens: int) -> TriZoneStore:
-        """Hide what lies at or after `tokens`; scales shared with kept tokens keep the bytes in place."""
-        other = TriZoneStore(self.layout, self.buffers)
-        gone = self.tokens - tokens
-        other.tokens = tokens
-        other.real_tokens = tuple(max(count - gone, 0) for count in self.real_tokens)
-        return other
-
     def select(self, rows: Tensor) -> TriZoneStore:
         chosen = rows.tolist()
         names = [name for name in self.buffers if name not in ("order", "value_counts", "key_counts")]
@@ -458,16 +299,8 @@ class TriZoneStore(Store):
         }
         for name in ("order", "value_counts", "key_counts"):
             buffers[name] = self.buffers[name][rows]
-        layout = self._layout_of(chosen)
-        other = TriZoneStore(layout, buffers)
-        other.tokens = self.tokens
-        other.real_tokens = tuple(self.real_tokens[row] for row in chosen)
-        return other
-
-    def _layout_of(self, rows: Sequence[int]) -> Layout:
-        fields = {**vars(self.layout)}
-        fields["real_tokens"] = tuple(self.layout.real_tokens[row] for row in rows)
-        return Layout(**fields)
+        real = tuple(self.real_tokens[row] for row in chosen)
+        return TriZoneStore(self._layout_of(chosen, "real_tokens"), buffers)._seen(self.tokens, real)
 
     def widths(self) -> list[dict[str, dict[int, int]]]:
         result = []
@@ -489,18 +322,9 @@ class TriZoneStore(Store):
     def tensors(self) -> dict[str, Tensor]:
         return dict(self.buffers)
 
-    def meta(self) -> dict[str, Any]:
-        return {**vars(self.layout), "visible_tokens": self.tokens, "visible_real_tokens": self.real_tokens}
-
     @classmethod
-    def from_state(cls, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> TriZoneStore:
-        fields: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in meta.items()
-        }
-        tokens, real_tokens = fields.pop("visible_tokens"), fields.pop("visible_real_tokens")
-        store = cls(Layout(**fields), tensors)
-        store.tokens, store.real_tokens = tokens, real_tokens
-        return store
+    def _of(cls, layout: Layout, tensors: Mapping[str, Tensor]) -> TriZoneStore:
+        return cls(layout, tensors)
 
 
 def _restore_key(section: _Section, tokens: int, group: int | None) -> Tensor:
@@ -525,8 +349,3 @@ def _restore_value(section: _Section, layout: Layout) -> Tensor:
         )
         values[:, channels] = values[:, channels] * scale + minimum
     return values
-
-
-def _beyond_half(*tensors: Tensor) -> bool:
-    limit = torch.finfo(torch.float16).max
-    return any(bool((tensor.abs() > limit).any()) for tensor in tensors if tensor.numel())
