@@ -4,10 +4,9 @@
 // Tokens are taken in pieces of one head and one grade. A piece's keys and values are decoded a tile at a time into a
 // small buffer; each thread keeps a running softmax for every head, and these are merged by their largest logits.
 
-#include <math.h>
-#include <stdint.h>
+#include "exponential.h"
+
 #include <stdlib.h>
-#include <string.h>
 #ifdef _OPENMP
 #include <omp.h>
 #endif
@@ -151,20 +150,6 @@ static void decode(const uint8_t *row, int64_t bits, int64_t n, float *to) {
         }
         for (int64_t i = 0; i < n; i++) to[i] = levels[bits][codes[i]];
     }
-}
-
-// exp of x <= 0 to about 1e-7, and 0 far below.
-static float exponential(float x) {
-    float scaled = (x < -87 ? -87 : x) * 1.44269504f, whole = floorf(scaled + 0.5f);
-    float rest = scaled - whole;
-    float result = 1.5403530e-4f;
-    result = result * rest + 1.3333558e-3f;
-    result = result * rest + 9.6181291e-3f;
-    result = result * rest + 5.5504109e-2f;
-    result = result * rest + 2.4022651e-1f;
-    result = result * rest + 6.9314718e-1f;
-    result = result * rest + 1;
-    return x < -87 ? 0 : result * bits_float((uint32_t)((int32_t)whole + 127) << 23);
 }
 
 static int64_t padded(int64_t dim) { return (dim + LANES - 1) / LANES * LANES; }

@@ -71,7 +71,8 @@ def build(source: Path) -> Path:
     """The library, from the cache folder if it is there and whole."""
     compiler = _compiler()
     threads = _openmp()
-    key = [source.read_bytes(), *map(str.encode, [*compiler, *_FLAGS, threads or "", _processor()])]
+    texts = [path.read_bytes() for path in (source, *sorted(source.parent.glob("*.h")))]
+    key = [*texts, *map(str.encode, [*compiler, *_FLAGS, threads or "", _processor()])]
     name = hashlib.sha256(b"\0".join(key)).hexdigest()
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     target = Path(base) / "kvfold" / "kernels" / f"{name}.so"
@@ -146,6 +147,7 @@ def _processor() -> str:
 
 
 def intact(path: Path) -> bool:
+    """Whether a built library is there and ends in its own hash."""
     try:
         content = path.read_bytes()
     except OSError:
