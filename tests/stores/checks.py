@@ -25,9 +25,6 @@ class Turn:
     def unrotate(self, x, positions):
         return self._turn(x, positions, -1)
 
-    def shared(self, name, make):
-        return make()
-
 
 def exact(store, query, rows=None, scaling=0.1, rotary=None, softcap=None):
     """float64 attention over the decoded content, query by query."""

@@ -75,16 +75,18 @@ def _find_planes(rotary: Rotary, dim: int, device: torch.device) -> tuple[int, .
 
 
 def turns(rotary: Rotary, dim: int, tokens: int, shift: int, device: torch.device) -> Turns:
-    """Tables for `tokens` positions from `shift` on; the layers of a step share them.
+    """Tables for `tokens` positions from `shift` on; the layers of a step share them, where the rotary has `shared`.
 
     Raises
     ------
     ValueError
         RoPE does not turn planes of two channels.
     """
-    return rotary.shared(
-        ("turns", dim, tokens, shift, device), lambda: _turns(rotary, dim, tokens, shift, device)
-    )
+    name, shared = ("turns", dim, tokens, shift, device), getattr(rotary, "shared", None)
+    if shared is None:
+        return _turns(rotary, dim, tokens, shift, device)
+    found: Turns = shared(name, lambda: _turns(rotary, dim, tokens, shift, device))
+    return found
 
 
 def _turns(rotary: Rotary, dim: int, tokens: int, shift: int, device: torch.device) -> Turns:

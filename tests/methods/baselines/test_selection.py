@@ -48,9 +48,6 @@ class HalfRotary:
     def unrotate(self, x, positions):
         return self.turn(x, positions, -1)
 
-    def shared(self, name, make):
-        return make()
-
 
 def make_view(seed=0, pads=PADS, tokens=TOKENS, dtype=torch.float32, **options):
     """A left-padded layer whose queries and keys have something to say to each other."""
