@@ -134,10 +134,9 @@ def test_select_and_crop():
     assert chosen.rows == 2
     for new, old in enumerate([2, 0]):
         for head in range(store.kv_heads):
-            for left, right in zip(
-                vars(chosen.kept(new, head)).values(), vars(store.kept(old, head)).values()
-            ):
-                assert torch.equal(left, right)
+            left, right = chosen.kept(new, head), store.kept(old, head)
+            for name in ("positions", "keys", "values"):
+                assert torch.equal(getattr(left, name), getattr(right, name))
     shorter = store.crop(40)
     assert shorter.tokens == 40 and shorter.kept(0, 0).positions.max() < 40
     query = torch.randn(3, 6, 2, 64)
