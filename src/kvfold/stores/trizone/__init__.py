@@ -5,7 +5,8 @@ exact tail, is the cache layer's own. A segment's tokens are sorted by value wid
 channels by key width, so that every width is one contiguous block of codes. Keys share the order of the values.
 """
 
+from kvfold.stores.ragged import position_dtype
 from kvfold.stores.trizone.layout import Layout
 from kvfold.stores.trizone.store import TriZoneStore
 
-__all__ = ["Layout", "TriZoneStore"]
+__all__ = ["Layout", "TriZoneStore", "position_dtype"]
