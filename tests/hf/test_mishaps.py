@@ -171,6 +171,16 @@ def test_attention_to_anything_but_the_own_cache_is_refused(architecture, option
         fold(model, prompt(24), Full())
 
 
+@pytest.mark.parametrize("tokens", [20, 39])
+def test_a_prompt_shorter_than_the_cache_is_refused(tokens):
+    model = tiny_model("llama")
+    cache = fold(model, prompt(40), Full())
+    with pytest.raises(KvfoldError, match="holds 40 already"):
+        generate(model, prompt(40)[:, :tokens], cache)
+    # Nothing is lost: the right prompt still works.
+    assert generate(model, prompt(41), cache).shape[1] > 41
+
+
 @pytest.mark.parametrize("told", [None, 60])
 def test_drafts_are_no_part_of_the_folded_prompt(told):
     model = tiny_model("llama")

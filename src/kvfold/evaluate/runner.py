@@ -530,7 +530,7 @@ def _launch(plan: _Plan, run_id: str, workers: int, tick: _Tick) -> list[str]:
                 args=(plan.grid, plan.folder, plan.retry, plan.chats, run_id),
                 name=f"kvfold-eval-{rank}",
             )
-            with patch_environment(**shared, rank=rank, local_rank=rank):
+            with patch_environment(**shared, **_placed(rank)):
                 process.start()
             processes.append(process)
         while any(process.is_alive() for process in processes):
@@ -547,6 +547,16 @@ def _launch(plan: _Plan, run_id: str, workers: int, tick: _Tick) -> list[str]:
         f"worker {rank} ended with exit code {code}: run again to measure what it left"
         for rank, code in failed
     ]
+
+
+def _placed(rank: int) -> dict[str, str | int]:
+    """A worker's place: every worker sees one GPU, which several may share, since much of folding is no GPU work."""
+    place: dict[str, str | int] = {"rank": rank, "local_rank": 0 if torch.cuda.is_available() else rank}
+    if torch.cuda.is_available():
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+        devices = seen.split(",") if seen else [str(index) for index in range(torch.cuda.device_count())]
+        place["cuda_visible_devices"] = devices[rank % len(devices)]
+    return place
 
 
 def _free_port() -> int:

@@ -143,6 +143,22 @@ class FoldedCache(Cache):
         _let_go(self.layers[layer_idx])
         return states
 
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Length and offset of the mask for new tokens (see `transformers.Cache.get_mask_sizes`).
+
+        Raises
+        ------
+        KvfoldError
+            There are none: `generate` was given no more than the cache holds.
+        """
+        if query_length == 0:
+            raise KvfoldError(
+                f"no new tokens: the cache holds {self.get_seq_length()} already, so input_ids must be those tokens"
+                " followed by at least one more"
+            )
+        sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
+        return sizes
+
     @property
     def _first(self) -> FoldedLayer | None:
         return next((layer for layer in self.layers if isinstance(layer, FoldedLayer)), None)
