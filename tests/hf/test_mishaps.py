@@ -171,12 +171,11 @@ def test_attention_to_anything_but_the_own_cache_is_refused(architecture, option
         fold(model, prompt(24), Full())
 
 
-@pytest.mark.parametrize("tokens", [20, 39])
-def test_a_prompt_shorter_than_the_cache_is_refused(tokens):
+def test_a_prompt_shorter_than_the_cache_is_refused():
     model = tiny_model("llama")
     cache = fold(model, prompt(40), Full())
     with pytest.raises(KvfoldError, match="holds 40 already"):
-        generate(model, prompt(40)[:, :tokens], cache)
+        generate(model, prompt(40)[:, :20], cache)
     # Nothing is lost: the right prompt still works.
     assert generate(model, prompt(41), cache).shape[1] > 41
 
