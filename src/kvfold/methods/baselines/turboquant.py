@@ -29,7 +29,8 @@ class TurboQuant(Method):
         makes logits unbiased (and noisier). Values are averaged, not multiplied by: theirs are "mse" codes in both.
     bias : "in" or "out"
         "out" takes from the keys what RoPE makes of their mean before RoPE, which holds the bias of a key projection
-        (Qwen2), and gives it back exactly at attention time. The paper's form is "in".
+        (Qwen2), and gives it back exactly at attention time. The paper's form is "in". A first token that is an
+        attention sink lies far from that mean: its key is then coded more coarsely than "in".
     rotation : "hadamard" or "haar"
         Randomised Hadamard, or uniformly random as in the paper.
     block_tokens : int
