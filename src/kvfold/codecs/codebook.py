@@ -161,7 +161,10 @@ def _lloyd_max(
         # Newton's step: a level follows its two boundaries, and each of them half of the levels beside it. (Lloyd's own,
         # levels = centres, takes thousands of rounds at 8 bits.)
         half = np.interp(edges[1:-1], u, density / slope) / 2
-        down, up = half * (centres[1:] - inner) / cell_mass[1:], half * (inner - centres[:-1]) / cell_mass[:-1]
+        down, up = (
+            half * (centres[1:] - inner) / cell_mass[1:],
+            half * (inner - centres[:-1]) / cell_mass[:-1],
+        )
         follow = np.diag(np.append(up, 0.0) + np.insert(down, 0, 0.0)) + np.diag(up, 1) + np.diag(down, -1)
         levels = levels + np.linalg.solve(np.eye(cells) - follow, centres - levels)
     return np.concatenate([-levels[::-1], levels])
