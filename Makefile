@@ -1,14 +1,17 @@
-# `make demo`, `make test`, `make lint`: each builds .venv from this project's own files and does its work there.
+# `make demo`, `make test`, `make eval`, `make lint`: each builds .venv from this project's own files and does its work there.
 #
 #   make test TORCH='torch==2.13.0'     choose the torch to install (a CPU build, say)
 #   make test PYTHON=python3.12         choose the interpreter .venv is made with
 #   make test ARGS='tests/cli -k fold'  choose tests
+#   make eval MODELS=smollm2            measure one model only (qwen fetches 480 MB)
 
 PYTHON ?= python3
 TORCH ?= torch>=2.6
 TRANSFORMERS ?= transformers==5.17.*
 VENV ?= .venv
 WORKERS ?= 2
+MODELS ?= smollm2 qwen
+RESULTS ?= benchmarks/results/eval
 ARGS ?=
 
 BIN := $(VENV)/bin
@@ -19,11 +22,19 @@ DEMO = $(shell sed -n '/^demo = /p' pyproject.toml | grep -o '"[^"]*"' | tr -d '
 # One torch thread a test process: more would only fight over the cores.
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
-.PHONY: demo test test-slow test-latest lint format clean FORCE
+.PHONY: demo eval test test-slow test-latest lint format clean FORCE
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
 	$(BIN)/kvfold demo $(ARGS)
+
+# Every method beside its rivals on two small models, then the page and the tables. What is measured is kept, so that a
+# run that was stopped goes on where it was.
+eval: $(VENV)/.demo $(VENV)/.eval
+	$(BIN)/python benchmarks/models.py $(MODELS) > $(VENV)/models.txt
+	$(BIN)/kvfold eval benchmarks/eval.yaml $$(sed 's/^/-m /' $(VENV)/models.txt) -o $(RESULTS) --workers $(WORKERS) $(ARGS)
+	$(BIN)/kvfold report $(RESULTS) -o $(RESULTS)/report.html
+	$(BIN)/kvfold report $(RESULTS) -o docs/results.md
 
 test: $(VENV)/.dev
 	$(PYTEST) $(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
@@ -66,4 +77,8 @@ $(VENV)/.dev: $(VENV)/.base
 $(VENV)/.demo: $(VENV)/.base
 	$(PIP) '$(TORCH)' '$(TRANSFORMERS)' $(foreach needed,$(filter-out llm-%,$(DEMO)),'$(needed)')
 	$(PIP) --no-deps $(filter llm-%,$(DEMO))
+	@touch $@
+
+$(VENV)/.eval: $(VENV)/.base
+	$(PIP) '$(TORCH)' '$(TRANSFORMERS)' --editable '.[eval]'
 	@touch $@

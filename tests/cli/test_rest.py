@@ -12,8 +12,8 @@ import pytest
 
 from kvfold import METHODS, __version__, demo
 from kvfold.cli.options import describe, parse
-from kvfold.prompt import PLAIN, Template
 from kvfold.errors import KvfoldError
+from kvfold.prompt import PLAIN, Template
 
 from .conftest import save_model
 

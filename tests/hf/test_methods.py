@@ -218,6 +218,20 @@ def steps(model, cache, ids, mask):
     return torch.cat(logits, 1)
 
 
+@pytest.mark.parametrize("method", [*METHODS.values(), *SELECTIONS.values()], ids=[*METHODS, *SELECTIONS])
+def test_widths_tell_every_head(method):
+    model = tiny_model("llama")
+    cache = fold(model, prompt(96), method)
+    found = cache.widths()
+    assert len(found) == len(cache.folded_layers)
+    for heads in found:
+        assert len(heads) == 2
+        for head in heads:
+            assert all(0 <= bits <= 16 for bits in [*head["keys"], *head["values"]])
+            assert 0 < sum(head["values"].values()) <= 96
+            assert sum(head["keys"].values()) > 0
+
+
 @methods_on("llama", "gemma3_text", "deepseek_v3", selections_on=["llama"])
 def test_chunks_change_nothing(architecture, method):
     model = tiny_model(architecture)

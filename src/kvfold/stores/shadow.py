@@ -252,6 +252,17 @@ class ShadowStore(Store):
         alive = positions < self.tokens
         return Kept(positions[alive], keys[alive], parts["values"][head].float()[alive])
 
+    def widths(self) -> list[dict[str, dict[int, int]]]:
+        """Of a key, each head's share of the factors, which all heads read, counts as 16-bit channels."""
+        stored = sum(
+            min(round(parts["factors"].shape[1] / self.kv_heads), self.key_dim) for parts in self._rows
+        )
+        each = {
+            "values": {16: sum(self.real_tokens)},
+            "keys": {16: stored, 0: self.key_dim * self.rows - stored},
+        }
+        return [each for _ in range(self.kv_heads)]
+
     def crop(self, tokens: int) -> ShadowStore:
         gone = self.tokens - tokens
         real = tuple(max(count - gone, 0) for count in self.real_tokens)

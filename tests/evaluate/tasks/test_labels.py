@@ -23,7 +23,7 @@ def test_options_are_read_by_their_types():
         ("ruler", "group"),
         (
             "needle:depth=3",
-            r"no option 'depth' \(did you mean depths\?\): it has depths, needles, turns, text",
+            r"no option 'depth' \(did you mean depths\?\): it has depths, first, last, needles, turns, text",
         ),
         ("needle:depths", "name:option=value"),
         ("needle:depths=many", "needle:depths=many: expected int"),
