@@ -10,7 +10,7 @@ import torch
 from kvfold import KIVI, RDKV, Full, SnapKV
 from kvfold.errors import KvfoldError
 from kvfold.evaluate.metrics import fidelity
-from kvfold.evaluate.prefill import Prefill
+from kvfold.evaluate.prefill import Prefill, continue_logits
 from kvfold.evaluate.protocol import Reader, Script, room, script_of
 from kvfold.evaluate.tasks import make_task
 from kvfold.evaluate.tasks.base import Sample, Turn
@@ -242,3 +242,18 @@ def test_a_method_sees_the_same_beside_others_as_alone(model, tokenizer):
             assert first.keys() == second.keys()
             for name in first:
                 torch.testing.assert_close(first[name], second[name], rtol=0, atol=0)
+
+
+def test_a_fold_of_a_shared_prefill_saves_like_any_other(model, tmp_path):
+    from kvfold import fold, load
+
+    ids = torch.randint(2, 250, (1, 120), generator=torch.Generator().manual_seed(2))
+    method = RDKV(keep=0.3, window=8)
+    Prefill(model, ids, [method]).fold(method).save(tmp_path / "shared.kvf")
+    fold(model, ids, method).save(tmp_path / "own.kvf")
+    shared, own = load(tmp_path / "shared.kvf", model), load(tmp_path / "own.kvf", model)
+    assert shared.prompt_hash == own.prompt_hash
+    assert shared.ledger() == own.ledger()
+    torch.testing.assert_close(
+        continue_logits(model, shared, ids[:, :3]), continue_logits(model, own, ids[:, :3])
+    )

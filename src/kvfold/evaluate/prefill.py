@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 import torch
 
-from kvfold.api import prefill
+from kvfold.api import prefill, token_hash
 from kvfold.hf.cache import FoldedCache
+from kvfold.hf.layer import FoldedLayer
 from kvfold.hf.support import CACHE_KEYWORD, check_supported
 from kvfold.methods.base import LayerView, Method, Needs
 from kvfold.methods.full import Full
@@ -80,16 +81,21 @@ class Prefill:
         )
         recorder = _Recorder(wants=wants)
         self._exact = FoldedCache(recorder, model.config, prompt_tokens=self.tokens)
+        self._exact.prompt_hash = token_hash(input_ids)
         self.logits = prefill(model, self._exact, input_ids, attention_mask)
         self.views = recorder.views
 
     def fold(self, method: Method) -> FoldedCache:
         """The prompt's cache as `kvfold.fold(model, input_ids, method)` makes it, without running the model."""
         cache = FoldedCache(method, self.model.config, prompt_tokens=self.tokens)
+        cache.prompt_hash = self._exact.prompt_hash
         layers = cache.folded_layers
-        for layer, source in zip(cache.layers, self._exact.fork().layers, strict=True):
-            if layer not in layers:
-                cache.layers[cache.layers.index(layer)] = source
+        for index, source in enumerate(self._exact.fork().layers):
+            layer = cache.layers[index]
+            if isinstance(layer, FoldedLayer) and isinstance(source, FoldedLayer):
+                layer.identity, layer.module = source.identity, source.module
+            else:
+                cache.layers[index] = source
         for layer, view in zip(layers, self.views, strict=True):
             keys, values = (view.values, view.keys) if view.expand is not None else (view.keys, view.values)
             layer.lazy_initialization(keys, values)
