@@ -6,7 +6,9 @@ import json
 
 import pytest
 
+from kvfold.cli.eval import TASK_HELP
 from kvfold.evaluate import read
+from kvfold.evaluate.tasks import GROUPS, TASKS
 
 GRID = """
 models: [{model}]
@@ -46,6 +48,19 @@ def test_a_table_with_score_and_kl_side_by_side(kvfold, grid):
     assert "4 cells measured, 0 there before; rows are in found" in result.stdout
     (made,) = read("found").runs
     assert made.versions["torch"] and made.hardware and made.dtype == "float32"
+
+
+def test_fidelity_has_one_column_and_a_log_its_progress(kvfold, grid):
+    result = kvfold("eval", grid, "--task", "fidelity:continuation=16", "-o", "found")
+    assert result.exit_code == 0, result.output
+    lines = [line.split("│")[1:-1] for line in result.stdout.splitlines()]
+    assert {len(line) for line in lines if line} == {4}
+    assert "measured 0 of 4 cells" in result.stderr and "measured 4 of 4 cells" in result.stderr
+
+
+def test_help_names_the_tasks():
+    for name in TASKS:
+        assert name in TASK_HELP or name in GROUPS["ruler"] or name == "mmdu"
 
 
 def test_flags_are_the_same_grid(kvfold, grid, model_folder):

@@ -73,6 +73,9 @@ def test_methods(kvfold):
         assert method["paper"]
         for option in method["options"]:
             assert option["name"] in table.stdout
+    assert [one["name"] for one in json.loads(kvfold("methods", "kivi", "--json").stdout)] == ["kivi"]
+    wrong = kvfold("methods", "kivy")
+    assert wrong.exit_code == 2 and "unknown method 'kivy': choose from adakv" in wrong.stderr
 
 
 def test_doctor(kvfold):

@@ -27,6 +27,10 @@ BOTH = {
     "when": ("prefill", "generating"),
     "formats": ("chat", "plain"),
 }
+TASK_HELP = (
+    "needle, fidelity, perplexity, kv_retrieval, code_completion, ruler or one of its 13 (niah_single_1, ...),"
+    " longbench, longbench-v2, infinitebench, aime; options are in docs/benchmarks.md; repeatable."
+)
 _TASKS_A_TABLE = 4
 
 
@@ -41,7 +45,7 @@ def eval_(
     ] = None,
     task: Annotated[
         list[str] | None,
-        typer.Option("--task", metavar="NAME[:OPTION=VALUE,...]", help="A task or group; repeatable."),
+        typer.Option("--task", metavar="NAME[:OPTION=VALUE,...]", help=TASK_HELP),
     ] = None,
     method: Annotated[
         list[str] | None,
@@ -49,14 +53,16 @@ def eval_(
     ] = None,
     keep: Annotated[
         str | None,
-        typer.Option("--keep", metavar="0.25,0.1", help="Budgets: folded over 16-bit bytes."),
+        typer.Option(
+            "--keep", metavar="0.25,0.1", help="Budgets: folded over 16-bit bytes (default 0.25,0.1)."
+        ),
     ] = None,
     budget: Annotated[
         list[str] | None,
         typer.Option("--budget", metavar="TERM=VALUE", help="keep, bits_per_element or tokens; repeatable."),
     ] = None,
     tokens: Annotated[
-        str | None, typer.Option("--tokens", metavar="2048,4096", help="Prompt lengths.")
+        str | None, typer.Option("--tokens", metavar="2048,4096", help="Prompt lengths (default 4096).")
     ] = None,
     samples: Annotated[
         int | None, typer.Option("--samples", min=1, help="Of each task and length (default 5).")
@@ -209,8 +215,9 @@ def _progress(quiet: bool) -> Iterator[Progress]:
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        TextColumn("left"),
+        TextColumn("so far,"),
         TimeRemainingColumn(),
+        TextColumn("to go"),
     )
     with Progress(
         *columns,
@@ -220,9 +227,14 @@ def _progress(quiet: bool) -> Iterator[Progress]:
         speed_estimate_period=600,
     ) as bar:
         task = bar.add_task("", total=None)
+        told = -1
 
         def advance(done: int, total: int) -> None:
+            nonlocal told
             bar.update(task, completed=done, total=total)
+            if not quiet and not screen.is_terminal and 10 * done // total > told:
+                told = 10 * done // total  # in a log, a line for each tenth
+                console.note(f"measured {done} of {total} cells")
 
         yield advance
 
@@ -288,10 +300,15 @@ def show(found: Sequence[dict[str, Any]]) -> None:
             table.add_column("method")
             table.add_column("budget")
             table.add_column("bytes", justify="right")
+            plain: set[str] = set()
             for name in shown:
                 metric = next((entry["metric"] for entry in entries if entry["task"] == name), "")
-                table.add_column(f"{name}\n{metric}", justify="right")
-                table.add_column("\nKL", justify="right")
+                if metric == "KL":  # its score is what the column of KL tells
+                    table.add_column(f"{name}\nKL", justify="right")
+                    plain.add(name)
+                else:
+                    table.add_column(f"{name}\n{metric}", justify="right")
+                    table.add_column("\nKL", justify="right")
             lines: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
             for entry in entries:
                 if entry["task"] in shown:
@@ -300,7 +317,8 @@ def show(found: Sequence[dict[str, Any]]) -> None:
                 ratios = [entry["ratio"] for entry in by_task.values() if entry["ratio"] is not None]
                 figures = []
                 for each in shown:
-                    figures += [_figure(by_task.get(each), "score"), _figure(by_task.get(each), "kl")]
+                    names = ("kl",) if each in plain else ("score", "kl")
+                    figures += [_figure(by_task.get(each), name) for name in names]
                 table.add_row(name, budget, f"{fmean(ratios):.4f}" if ratios else "", *figures)
             console.out().print(table)
 

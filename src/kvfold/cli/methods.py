@@ -7,9 +7,13 @@ from typing import Annotated
 import typer
 
 from kvfold.cli import console
+from kvfold.errors import KvfoldError
 
 
 def methods(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[METHOD]...", help="Only these; all by default.")
+    ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
 ) -> None:
     """List the methods, the papers they come from and their options."""
@@ -18,6 +22,13 @@ def methods(
     from kvfold.cli.options import describe_methods
 
     known = describe_methods()
+    missing = sorted(set(names or ()) - {method["name"] for method in known})
+    if missing:
+        raise KvfoldError(
+            f"unknown method {missing[0]!r}: choose from {', '.join(method['name'] for method in known)}"
+        )
+    if names:
+        known = [method for method in known if method["name"] in names]
     if json_:
         console.print_json(known)
         return

@@ -143,6 +143,7 @@ def run(
             if progress is not None:
                 progress(done, len(todo))
 
+        tick(0)
         if workers > 1:
             died = _launch(plan, this.id, workers, tick)
         elif ranks > 1:

@@ -75,8 +75,10 @@ def load(path: str = "") -> Text:
         raise KvfoldError(f"text={path}: the folder holds no .txt file")
     try:
         content = "\n\n".join(file.read_text(encoding="utf-8") for file in files)
-    except (OSError, UnicodeDecodeError) as error:
-        raise KvfoldError(f"text={path}: cannot be read as UTF-8 text ({error})") from error
+    except OSError as error:
+        raise KvfoldError(f"text={path}: cannot be read ({error.strerror or error})") from error
+    except UnicodeDecodeError as error:
+        raise KvfoldError(f"text={path}: is no UTF-8 text ({error})") from error
     if not content.strip():
         raise KvfoldError(f"text={path}: there is no text in it")
     return _split(content)
