@@ -44,7 +44,7 @@ def test_frozen_and_equal():
         {},
         {"keep": 0.5, "tokens": 3},
         {"keep": 0.5, "bits_per_element": 3},
-        *[{"keep": keep} for keep in (0, -0.1, 1.01, float("nan"), float("inf"))],
+        *[{"keep": keep} for keep in (0, -0.1, 1.01, float("nan"), float("inf"), True)],
         *[{"bits_per_element": bits} for bits in (0, -1, 16.5, float("nan"))],
         *[{"tokens": tokens} for tokens in (0, -5, 1.5, True)],
     ],

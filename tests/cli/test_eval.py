@@ -111,6 +111,7 @@ def test_bad_input(kvfold, model_folder, flags, message):
     "text, message",
     [
         ("modles: [a]\ntasks: [needle]", "unknown key 'modles': did you mean models"),
+        ("models: [a]\ntasks: [needle]\nmodels: [b]", "models is there twice"),
         ("- a", "a grid is a mapping"),
         ("models: [a", "is no YAML"),
         ("models: [a]\ntasks: [needle]\nsamples: many", "samples: 'many' is not a whole number"),

@@ -31,7 +31,7 @@ class Budget:
                 "for example Budget(keep=0.25)."
             )
         # Written so that NaN fails too.
-        if self.keep is not None and not 0 < self.keep <= 1:
+        if self.keep is not None and (isinstance(self.keep, bool) or not 0 < self.keep <= 1):
             raise ValueError(
                 f"keep is the fraction of the fp16 cache to keep, above 0 and up to 1, got {self.keep}."
             )

@@ -167,13 +167,21 @@ def read_grid(path: str) -> dict[str, Any]:
     Raises
     ------
     KvfoldError
-        It is no YAML mapping.
+        It is no YAML mapping, or says a key twice.
     """
     import yaml
 
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            keys = [key.value for key, _ in node.value]
+            if twice := [key for key in keys if keys.count(key) > 1]:
+                raise KvfoldError(f"{path}: {twice[0]} is there twice: keep one of them")
+            found: dict[Any, Any] = super().construct_mapping(node, deep)
+            return found
+
     text = Path(path).expanduser().read_text(encoding="utf-8")
     try:
-        data = yaml.safe_load(text)
+        data = yaml.load(text, Loader)
     except yaml.YAMLError as error:
         raise KvfoldError(f"{path} is no YAML: {error}") from error
     if not isinstance(data, dict):

@@ -10,6 +10,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
+from kvfold.cli.models import DEVICES, DTYPES
 from kvfold.errors import KvfoldError
 from kvfold.evaluate.results import Cell, Format, View, When
 from kvfold.evaluate.tasks.base import Task
@@ -130,10 +131,11 @@ class Grid:
                 raise KvfoldError(f"{name}: give at least one")
         for name, choices in CHOICES.items():
             for value in getattr(self, name):
-                if value not in choices:
-                    raise KvfoldError(f"{name}: {_unknown('choice', value, choices)}")
+                _known(name, value, choices)
         for value in self.tokens:
             _whole("tokens", value, 1)
+        for name, choices in (("dtype", DTYPES), ("device", DEVICES)):
+            _known(name, getattr(self, name), choices)
         _whole("samples", self.samples, 1)
         _whole("seed", self.seed, 0)
         labels = [label for given in self.tasks for label in _expand(given)]
@@ -343,6 +345,11 @@ def _sequence(name: str, value: Any) -> tuple[Any, ...]:
         if isinstance(item, bool) or not isinstance(item, kind):
             raise KvfoldError(f"{name}: {item!r} is no {'text' if kind is str else 'number'}")
     return values
+
+
+def _known(name: str, value: Any, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise KvfoldError(f"{name}: {_unknown('choice', value, choices)}")
 
 
 def _whole(name: str, value: Any, least: int) -> None:

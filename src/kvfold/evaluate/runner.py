@@ -211,9 +211,11 @@ def _check(grid: Grid, outlines: Mapping[str, _Outline]) -> list[str]:
             except IndexError as error:
                 raise KvfoldError(f"task {group.task} has no samples: {error}") from error
             if limit is not None and script.tokens > limit:
+                most = group.tokens + limit - script.tokens
                 raise KvfoldError(
                     f"task {group.task} at {group.tokens} tokens takes {script.tokens} positions with its answers,"
-                    f" and {model} reads at most {limit}: at most --tokens {group.tokens + limit - script.tokens}"
+                    f" and {model} reads at most {limit}: "
+                    + (f"at most --tokens {most}" if most > 0 else "ask for less of them")
                 )
             if grid.samples > 1 and group.task not in fewer:
                 fewer[group.task] = ""

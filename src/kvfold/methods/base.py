@@ -109,6 +109,12 @@ class LayerView:
         return self.keys.shape[2]
 
 
+def check_block(name: str, tokens: int) -> None:
+    """Raise ValueError unless an option can be `Method.block`."""
+    if tokens < 0:
+        raise ValueError(f"{name} must be at least 0 tokens, got {tokens}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Method(ABC):
     """A way to fold a cache; its fields are the paper's hyper-parameters.

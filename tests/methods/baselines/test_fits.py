@@ -124,6 +124,9 @@ def test_bad_input(method):
         method(keep=0.1).check(200, 2, 64, 64)
     least = float(str(error.value).split("keep=")[1].split(",")[0])
     method(keep=least + 1e-4).check(200, 2, 64, 64)
-    for options in ({"keep": 0.3, "window": 0}, {"keep": 0.3, "ridge": -1.0}, {}):
-        with pytest.raises(ValueError):
-            method(**options)
+    for options in ({"window": 0}, {"ridge": -1.0}, {"ridge": np.nan}, {"bound": np.nan}, {"bound": 1000.0}):
+        if all(name in method.__dataclass_fields__ for name in options):
+            with pytest.raises(ValueError, match=next(iter(options))):
+                method(keep=0.3, **options)
+    with pytest.raises(ValueError, match="exactly one"):
+        method()

@@ -499,6 +499,10 @@ def test_options_out_of_range(selection):
         ({"keep": 0.5, "beta": 0.5}, "beta"),
         ({"keep": 0.5, "weight": 2.0}, "weight"),
         ({"keep": 0.5, "horizon": 0}, "horizon"),
+        ({"keep": 0.5, "sinks": -1}, "sinks"),
+        ({"keep": 0.5, "epsilon": math.nan}, "epsilon"),
+        ({"keep": 0.5, "similar": math.nan}, "similar"),
+        ({"keep": 0.5, "block_tokens": -1}, "block_tokens"),
     ):
         fields = selection.__dataclass_fields__
         if all(name in fields for name in options):

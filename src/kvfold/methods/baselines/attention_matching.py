@@ -44,6 +44,12 @@ class AttentionMatching(SelectFit):
     ridge_to: Literal["zero", "own"] = "zero"
     bound: float = 3.0
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # Beyond that, a weight leaves float32.
+        if not 0 <= self.bound <= 80:
+            raise ValueError(f"bound must be from 0 to 80, got {self.bound}")
+
     @property
     def biased(self) -> bool:
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -58,6 +59,10 @@ class ExpectedAttention(Selection):
         super().__post_init__()
         if self.horizon < 1 or self.sampled < 1:
             raise ValueError("horizon and sampled must be at least 1")
+        if self.sinks < 0 or not 0 <= self.epsilon < math.inf:
+            raise ValueError(
+                f"sinks and epsilon must be at least 0 and finite, got {self.sinks} and {self.epsilon}"
+            )
         check_floor(self.floor or 0)
 
     @property

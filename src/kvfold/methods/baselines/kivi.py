@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvfold.methods.base import LayerView, Method
+from kvfold.methods.base import LayerView, Method, check_block
 from kvfold.stores.base import Store
 from kvfold.stores.trizone import Layout, TriZoneStore
 
@@ -25,6 +25,11 @@ class KIVI(Method):
     residual : int
         Newest tokens kept exact, and generated tokens coded at a time. (The released code lets the keys' residual run
         from 0 to this length and holds the values' at it; here both are coded in blocks.)
+
+    Raises
+    ------
+    ValueError
+        An option is out of range.
     """
 
     name = "kivi"
@@ -33,6 +38,13 @@ class KIVI(Method):
     bits: int = 4
     group: int = 32
     residual: int = 32
+
+    def __post_init__(self) -> None:
+        if self.bits not in range(1, 9):
+            raise ValueError(f"bits must be an integer from 1 to 8, got {self.bits!r}")
+        if self.group < 1:
+            raise ValueError(f"group must be at least 1 token, got {self.group}")
+        check_block("residual", self.residual)
 
     @property
     def shortest(self) -> int:

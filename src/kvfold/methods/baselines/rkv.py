@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from kvfold.kernels.reference import soft_cap
-from kvfold.methods.base import LayerView, Needs
+from kvfold.methods.base import LayerView, Needs, check_block
 from kvfold.methods.baselines.select import Selection, mean_over_group
 from kvfold.methods.scores import keys_for_scores, smooth
 
@@ -63,6 +63,9 @@ class RKV(Selection):
             )
         if not 0 <= self.weight <= 1:
             raise ValueError(f"weight must lie between 0 and 1, got {self.weight}")
+        if not -1 <= self.similar <= 1:
+            raise ValueError(f"similar is a cosine, from -1 to 1, got {self.similar}")
+        check_block("block_tokens", self.block_tokens)
 
     @property
     def needs(self) -> Needs:

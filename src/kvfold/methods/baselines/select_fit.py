@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -57,8 +58,8 @@ class SelectFit(Method):
         self.budget  # noqa: B018 (raises on a bad budget)
         if self.window < 1 or self.sampled < 1 or self.horizon < 1 or self.sinks < 0:
             raise ValueError("window, sampled and horizon must be at least 1, sinks at least 0")
-        if self.ridge < 0:
-            raise ValueError(f"ridge must be at least 0, got {self.ridge}")
+        if not 0 <= self.ridge < math.inf:
+            raise ValueError(f"ridge must be at least 0 and finite, got {self.ridge}")
 
     @property
     def budget(self) -> Budget:

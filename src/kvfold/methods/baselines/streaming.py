@@ -31,6 +31,11 @@ class StreamingLLM(Selection):
 
     sinks: int = 4
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sinks < 0:
+            raise ValueError(f"sinks must be at least 0 tokens, got {self.sinks}")
+
     def scores(self, view: LayerView) -> Tensor:
         newest = torch.arange(view.tokens, dtype=torch.float32, device=view.keys.device)
         return newest.expand(view.valid.shape).masked_fill(sink_tokens(view, self.sinks), torch.inf)

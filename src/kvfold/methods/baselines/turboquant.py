@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvfold.codecs.rotated import RotatedCode
-from kvfold.methods.base import LayerView, Method, Needs
+from kvfold.methods.base import LayerView, Method, Needs, check_block
 from kvfold.stores.base import Store
 from kvfold.stores.rotated import RotatedLayout, RotatedStore
 from kvfold.stores.tokenwise import padding_of, shifts_of
@@ -52,6 +52,7 @@ class TurboQuant(Method):
             raise ValueError(
                 f"bits must be an integer from {least} to 8 for {self.variant!r}, got {self.bits!r}"
             )
+        check_block("block_tokens", self.block_tokens)
 
     @property
     def needs(self) -> Needs:

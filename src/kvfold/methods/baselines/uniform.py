@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvfold.methods.base import LayerView, Method
+from kvfold.methods.base import LayerView, Method, check_block
 from kvfold.stores.affine import AffineLayout, AffineStore
 from kvfold.stores.base import Store
 from kvfold.stores.tokenwise import padding_of, shifts_of
@@ -37,6 +37,7 @@ class Uniform(Method):
             raise ValueError(f"bits must be an integer from 1 to 8, got {self.bits!r}")
         if self.group is not None and self.group < 1:
             raise ValueError(f"group must be at least 1 channel, got {self.group}; None makes one of all")
+        check_block("block_tokens", self.block_tokens)
 
     @property
     def shortest(self) -> int:
