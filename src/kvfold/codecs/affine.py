@@ -135,6 +135,17 @@ def dequantise(codes: Tensor, scale: Tensor, minimum: Tensor, group: int | None 
     return torch.addcmul(minimum, codes.float(), scale)
 
 
+def narrow_dtype(bits: int, *states: Tensor) -> torch.dtype:
+    """float16, or bfloat16 where it is too narrow for the states, or for scales of their codes of that width."""
+    largest = max((float(x.abs().max()) for x in states if x.numel()), default=0.0)
+    # One bit has a single step, the whole range.
+    return (
+        torch.bfloat16
+        if largest * max(1, 2 / (2**bits - 1)) > torch.finfo(torch.float16).max
+        else torch.float16
+    )
+
+
 def nmse(x: Tensor, xhat: Tensor, centred: bool = True) -> Tensor:
     """Squared error of each vector over its variance (or its energy).
 

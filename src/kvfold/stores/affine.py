@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from kvfold.codecs.affine import dequantise, quantise
+from kvfold.codecs.affine import dequantise, narrow_dtype, quantise
 from kvfold.codecs.packing import pack, unpack
 from kvfold.stores.base import Rotary
 from kvfold.stores.tokenwise import TokenwiseLayout, TokenwiseStore
@@ -67,12 +66,11 @@ class AffineStore(TokenwiseStore):
         extra : mapping of str to Tensor
             "valid", where some tokens are padding.
         """
-        half = torch.finfo(torch.float16).max
-        beyond = max(float(keys.abs().max()), float(values.abs().max())) > half
+        meta = narrow_dtype(layout.bits, keys, values)
         buffers = dict(extra)
         for name, x in (("key", keys), ("value", values)):
             x = x.transpose(1, 2).float()
-            coded = quantise(x, layout.bits, layout.group, torch.bfloat16 if beyond else torch.float16)
+            coded = quantise(x, layout.bits, layout.group, meta)
             buffers[f"{name}_codes"] = pack(coded.codes, layout.bits)
             buffers[f"{name}_scale"], buffers[f"{name}_minimum"] = coded.scale, coded.minimum
         return cls(layout, buffers)

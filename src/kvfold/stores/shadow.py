@@ -151,7 +151,9 @@ class ShadowStore(Store):
         number = position_dtype(tokens)
 
         def narrow(x: Tensor) -> Tensor:
-            return x.to(dtype).contiguous().clone()
+            # Factors are longer than the keys that they make.
+            beyond = bool((x.abs() > torch.finfo(dtype).max).any())
+            return x.to(torch.bfloat16 if beyond else dtype).contiguous().clone()
 
         def chosen(x: Tensor, index: Tensor) -> Tensor:
             return x[torch.arange(heads, device=x.device)[:, None], index]

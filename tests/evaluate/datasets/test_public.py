@@ -409,6 +409,14 @@ def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "narrativeqa.jsonl").write_text('{"context": "x", \n')
     with pytest.raises(KvfoldError, match=r"cannot read .*narrativeqa\.jsonl"):
         LongBench(path=str(tmp_path / "narrativeqa.jsonl")).check()
+    for content in (b"", b"\n\n", b"{}\n"):
+        (tmp_path / "narrativeqa.jsonl").write_bytes(content)
+        with pytest.raises(KvfoldError, match=r"narrativeqa\.jsonl has no rows"):
+            LongBench(path=str(tmp_path / "narrativeqa.jsonl")).check()
+    latin = json.dumps({**LONGBENCH, "input": "\xe9?"}, ensure_ascii=False).encode("latin1")
+    (tmp_path / "narrativeqa.jsonl").write_bytes(json.dumps(LONGBENCH).encode() + b"\n" + latin + b"\n")
+    with pytest.raises(KvfoldError, match=r"narrativeqa\.jsonl, row 1 is not UTF-8"):
+        LongBench(path=str(tmp_path / "narrativeqa.jsonl")).check()
 
 
 def test_without_a_network_the_hub_is_named_and_a_local_copy_asked_for(monkeypatch):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from kvfold.codecs.codebook import sphere_levels
 from kvfold.codecs.rotation import hadamard
-from kvfold.methods import KIVI, TurboQuant, Uniform
+from kvfold.methods import KIVI, ShadowKV, TurboQuant, Uniform
 from tests.methods.baselines.views import view
 from tests.stores.checks import Turn
 
@@ -111,13 +113,44 @@ def test_bits_per_element_are_physical():
         assert 8 * store.nbytes / (256 * 2 * 256) == bits + 16 / 128
 
 
-@pytest.mark.parametrize("options", [{"bits": 0}, {"bits": 9}, {"bits": 1, "variant": "prod"}, {"bits": 2.5}])
-def test_bad_options(options):
-    with pytest.raises(ValueError, match="bits must be"):
-        TurboQuant(**options)
+WIDE = {
+    **{f"uniform{bits}": Uniform(bits=bits) for bits in (1, 2, 4)},
+    **{f"kivi{bits}": KIVI(bits=bits, group=16, residual=12) for bits in (1, 2, 4)},
+    "turboquant": TurboQuant(bits=4),
+    "shadowkv": ShadowKV(rank=32, chunk=4, outlier_chunks=2, local_chunks=1),
+}
 
 
-@pytest.mark.parametrize("options", [{"bits": 9}, {"group": 0}])
-def test_bad_uniform_options(options):
-    with pytest.raises(ValueError, match="must be"):
-        Uniform(**options)
+@pytest.mark.parametrize("method", WIDE.values(), ids=WIDE)
+def test_states_as_large_as_float16_holds(method):
+    small = view(tokens=60, key_dim=16, value_dim=16)
+    # Of one size and both signs: ranges, norms and factors are larger than any state.
+    large = replace(small, keys=small.keys.sign() * 65504, values=small.values.sign() * 65504)
+    (store,) = method.fold([large])
+    for head in range(2):
+        kept = store.kept(0, head, large.rotary)
+        for found, states in ((kept.keys, large.keys), (kept.values, large.values)):
+            error = (found - states[0, head, kept.positions]).abs().max()
+            assert error < (0.8 if method.name == "turboquant" else 0.02) * 65504
+
+
+@pytest.mark.parametrize("method", [KIVI, TurboQuant, Uniform])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bits": 0},
+        {"bits": 9},
+        {"bits": 1000},
+        {"bits": 2.5},
+        {"bits": 1, "variant": "prod"},
+        {"group": 0},
+        {"group": -1},
+        {"residual": -1},
+        {"block_tokens": -1},
+    ],
+    ids=str,
+)
+def test_bad_options(method, options):
+    if all(name in method.__dataclass_fields__ for name in options):
+        with pytest.raises(ValueError, match=f"{next(iter(options))} must be"):
+            method(**options)

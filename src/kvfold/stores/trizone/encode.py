@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvfold.codecs.affine import quantise
+from kvfold.codecs.affine import narrow_dtype, quantise
 from kvfold.codecs.packing import pack
 from kvfold.stores.ragged import position_dtype
 from kvfold.stores.trizone.layout import Layout
@@ -17,8 +17,8 @@ def encode(
     """Buffers of a `TriZoneStore`; arguments as for its `encode`."""
     rows, heads = keys.shape[:2]
     device = keys.device
-    half = keys.dtype if keys.dtype in (torch.float16, torch.bfloat16) else torch.float16
-    meta = torch.bfloat16 if keys.dtype == torch.bfloat16 and _beyond_half(keys, values) else torch.float16
+    half = keys.dtype if keys.dtype in (torch.float16, torch.bfloat16) else narrow_dtype(16, keys, values)
+    meta = narrow_dtype(min(layout.value_widths + layout.key_widths), keys, values)
     # Stable sort: by width, then by position; evicted tokens and dropped channels come first and are cut off.
     token_order = torch.sort(value_bits, dim=-1, stable=True).indices
     channel_order = torch.sort(key_bits, dim=-1, stable=True).indices
@@ -72,8 +72,3 @@ def encode(
     buffers["order"] = torch.stack(orders).view(rows, heads, -1).to(torch.uint8)
     buffers["value_counts"], buffers["key_counts"] = value_counts, key_counts
     return buffers
-
-
-def _beyond_half(*tensors: Tensor) -> bool:
-    limit = torch.finfo(torch.float16).max
-    return any(bool((tensor.abs() > limit).any()) for tensor in tensors if tensor.numel())

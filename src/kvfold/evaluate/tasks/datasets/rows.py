@@ -114,13 +114,21 @@ def load(source: Source, path: str, fields: Mapping[str, Kind]) -> Table:
         table = Table(origin, datasets.load_dataset(**arguments))
     except Exception as error:
         cause = error.__cause__ or error
+        if isinstance(cause, StopIteration) or "corresponds to no data" in str(cause):
+            raise KvfoldError(f"{origin} has no rows") from error
         hint = "" if arguments["path"] in ("json", "parquet") and path else ", or give path= of a local copy"
         raise KvfoldError(
             f"cannot read {origin} ({type(cause).__name__}: {cause}): check it{hint}"
         ) from error
     if not len(table.rows):
         raise KvfoldError(f"{origin} has no rows")
-    for index, row in enumerate(table.rows):
+    for index in range(len(table.rows)):
+        try:
+            row = table.rows[index]
+        except UnicodeDecodeError as error:
+            raise KvfoldError(
+                f"{origin}, row {index} is not UTF-8 ({error.reason}): save the file as UTF-8"
+            ) from error
         for name, kind in fields.items():
             if row.get(name) is None:
                 has = ", ".join(sorted(key for key, value in row.items() if value is not None))
