@@ -111,7 +111,11 @@ class Prefill:
 
 def _seen(view: LayerView, needs: Needs) -> LayerView:
     """Of what was collected for every method, what a prefill for this one alone would have collected."""
-    view = replace(view, rotary=view.rotary if needs.rotary else None)
+    view = replace(
+        view,
+        rotary=view.rotary if needs.rotary else None,
+        key_bias=view.key_bias if needs.rotary else None,
+    )
     view.queries = view.queries[:, :, -needs.window :] if needs.window and view.queries is not None else None
     if not needs.all_queries:
         view.mass = view.seen_by = None

@@ -12,6 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvfold.errors import CacheMismatchError, NonFiniteError
 from kvfold.hf import bridge
+from kvfold.hf.bias import key_bias_of
 from kvfold.hf.call import AttentionCall, visible_columns
 from kvfold.hf.fingerprint import Identity, identity_of
 from kvfold.hf.observe import BlockObserver, PromptObserver
@@ -464,6 +465,7 @@ class FoldedLayer(CacheLayerMixin):
             layer_idx=self.layer_idx,
             num_layers=self.cache.num_layers,
             rotary=self._rotary(call.module),
+            key_bias=self._key_bias(call),
             expand=call.expand,
             previous=(self.segments[-1].store, self.segments[-1].rows) if self.segments else None,
         )
@@ -474,6 +476,13 @@ class FoldedLayer(CacheLayerMixin):
             return None
         assert self.keys is not None
         return self.cache.rotary(module, self.keys.device)
+
+    def _key_bias(self, call: AttentionCall) -> torch.Tensor | None:
+        """The bias in the keys, where the method works with it."""
+        if not self.cache.method.needs.rotary or call.expand:
+            return None
+        bias = key_bias_of(call.module, self.kv_heads, self._key_dim(call))
+        return bias if bias is None or self.keys is None else bias.to(self.keys.device)
 
     def take(self, store: Store, generated: bool) -> None:
         """Replace the first tokens of the tail by their folded form.

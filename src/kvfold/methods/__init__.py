@@ -25,6 +25,7 @@ from kvfold.methods.baselines import (
     TurboQuant,
     Uniform,
 )
+from kvfold.methods.blockgtq import BlockGTQ
 from kvfold.methods.full import Full
 from kvfold.methods.rdkv import RDKV
 from kvfold.methods.rdkv_published import PublishedRDKV
@@ -34,6 +35,7 @@ METHODS: dict[str, type[Method]] = {
     for cls in (
         AdaKV,
         AttentionMatching,
+        BlockGTQ,
         ExpectedAttention,
         Full,
         KeyDiff,
@@ -84,6 +86,7 @@ __all__ = [
     "TOVA",
     "AdaKV",
     "AttentionMatching",
+    "BlockGTQ",
     "ExpectedAttention",
     "Full",
     "KeyDiff",

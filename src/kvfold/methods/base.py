@@ -67,6 +67,8 @@ class LayerView:
         Queries spread over the prompt and their logical index in the segment.
     layer_idx, num_layers : int
     rotary : Rotary or None
+    key_bias : (kv_heads, key_dim) or None
+        What the model's key projection adds to every key, before RoPE; None where it adds nothing or a norm follows.
     previous : (Store, (batch,) int64 or None) or None
         The layer's newest folded segment and which of its rows each batch row reads (None: its own): a block of
         generated tokens may share its constants.
@@ -97,6 +99,7 @@ class LayerView:
     layer_idx: int = 0
     num_layers: int = 1
     rotary: Rotary | None = None
+    key_bias: torch.Tensor | None = None
     previous: tuple[Store, torch.Tensor | None] | None = None
     expand: Expand | None = None
     folding_layers: int = 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from typing import Any
@@ -83,11 +83,7 @@ class RotatedStore(TokenwiseStore):
         keys = keys.float()
         rotary = rotary_for(layout.turned, rotary)
         if "key_mean" in extra:
-            turned = [
-                _turned(extra["key_mean"][row], rotary, layout.tokens, shift)
-                for row, shift in enumerate(layout.shifts)
-            ]
-            keys = keys - torch.stack(turned)
+            keys = without_constant(keys, extra["key_mean"], rotary, layout.shifts)
         if "key_order" in extra:
             keys = keys.gather(-1, extra["key_order"].long()[:, :, None].expand_as(keys))
         buffers = dict(extra)
@@ -188,6 +184,12 @@ def _runs(codes: tuple[RotatedCode, ...]) -> Iterator[tuple[slice, RotatedCode]]
         stop = start + len(list(same))
         yield slice(start, stop), code
         start = stop
+
+
+def without_constant(keys: Tensor, mean: Tensor, rotary: Rotary | None, shifts: Sequence[int]) -> Tensor:
+    """Keys (rows, kv_heads, tokens, key_dim) less a constant (rows, kv_heads, key_dim), turned by RoPE if it is given."""
+    turned = [_turned(mean[row], rotary, keys.shape[2], shift) for row, shift in enumerate(shifts)]
+    return keys - torch.stack(turned)
 
 
 def _turned(mean: Tensor, rotary: Rotary | None, tokens: int, shift: int) -> Tensor:

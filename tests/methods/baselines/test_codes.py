@@ -77,7 +77,7 @@ def test_turboquant_codes_what_the_mean_before_rope_leaves(rotary):
     for row in range(2):
         turned = at.rotate(bias.expand(60, -1), one.positions[row]) if rotary else bias
         one.keys[row] += turned
-    (plain,), (out,) = (TurboQuant(bits=3, bias=bias).fold([one]) for bias in ("in", "out"))
+    (plain,), (out,) = (TurboQuant(bits=3, bias=bias).fold([one]) for bias in ("in", "mean"))
     for row, pad in ((0, 13), (1, 0)):
         keys = one.keys[row, 1, pad:].double()
         where = one.positions[row, pad:]

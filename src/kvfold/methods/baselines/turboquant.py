@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-from torch import Tensor
-
 from kvfold.codecs.rotated import RotatedCode
 from kvfold.methods.base import LayerView, Method, Needs, check_block
+from kvfold.methods.keybias import KeyBias, key_constant
 from kvfold.stores.base import Store
 from kvfold.stores.rotated import RotatedLayout, RotatedStore
 from kvfold.stores.tokenwise import padding_of, shifts_of
@@ -27,10 +25,10 @@ class TurboQuant(Method):
     variant : "mse" or "prod"
         "prod" spends one bit of a key's width on the signs of a random projection of what the other bits lose, which
         makes logits unbiased (and noisier). Values are averaged, not multiplied by: theirs are "mse" codes in both.
-    bias : "in" or "out"
-        "out" takes from the keys what RoPE makes of their mean before RoPE, which holds the bias of a key projection
-        (Qwen2), and gives it back exactly at attention time. The paper's form is "in". A first token that is an
-        attention sink lies far from that mean: its key is then coded more coarsely than "in".
+    bias : "in", "out" or "mean"
+        "out" takes from the keys what RoPE makes of the bias of the model's key projection (Qwen2), where it has one, and
+        gives it back exactly at attention time. "mean" takes their mean before RoPE instead, which any model has; a first
+        token that is an attention sink lies far from it, and is then coded more coarsely. The paper's form is "in".
     rotation : "hadamard" or "haar"
         Randomised Hadamard, or uniformly random as in the paper.
     block_tokens : int
@@ -42,7 +40,7 @@ class TurboQuant(Method):
 
     bits: int = 4
     variant: Literal["mse", "prod"] = "mse"
-    bias: Literal["in", "out"] = "in"
+    bias: KeyBias = "in"
     rotation: Literal["hadamard", "haar"] = "hadamard"
     block_tokens: int = 64
 
@@ -56,7 +54,7 @@ class TurboQuant(Method):
 
     @property
     def needs(self) -> Needs:
-        return Needs(rotary=self.bias == "out")
+        return Needs(rotary=self.bias != "in")
 
     @property
     def shortest(self) -> int:
@@ -74,6 +72,7 @@ class TurboQuant(Method):
         sketch = self.variant == "prod"
         key = RotatedCode(((self.bits - sketch, key_dim),), rotation=self.rotation, sketch=sketch)
         value = RotatedCode(((self.bits, value_dim),), rotation=self.rotation)
+        constant = key_constant(view, self.bias)
         layout = RotatedLayout(
             tokens=view.tokens,
             real_tokens=view.real_tokens,
@@ -83,26 +82,9 @@ class TurboQuant(Method):
             value_dim=value_dim,
             keys=(key,) * heads,
             values=(value,) * heads,
-            turned=self.bias == "out" and view.rotary is not None,
+            turned=constant is not None and view.rotary is not None,
         )
         extra = padding_of(view.valid)
-        if self.bias == "out":
-            extra["key_mean"] = mean_key(view)
+        if constant is not None:
+            extra["key_mean"] = constant
         return RotatedStore.encode(view.keys, view.values, layout, extra, view.rotary)
-
-
-def mean_key(view: LayerView) -> Tensor:
-    """Mean key before RoPE, (batch, kv_heads, key_dim) in 16 bits; blocks of generated tokens share their prompt's."""
-    if view.generated and view.previous is not None:
-        store, rows = view.previous
-        if isinstance(store, RotatedStore) and "key_mean" in store.buffers:
-            mean = store.buffers["key_mean"]
-            return mean if rows is None else mean[rows]
-    keys = view.keys.float()
-    if view.rotary is not None:
-        keys = torch.stack([view.rotary.unrotate(row, where) for row, where in zip(keys, view.positions)])
-    real = view.valid[..., None].float()
-    mean = (keys * real).sum(2) / real.sum(2).clamp_min(1)
-    return mean.to(
-        torch.float16 if float(mean.abs().max()) < torch.finfo(torch.float16).max else torch.bfloat16
-    )

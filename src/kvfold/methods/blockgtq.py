@@ -1,0 +1,314 @@
+"""Block-GTQ: TurboQuant's codes, with more bits for the RoPE planes in which queries and keys are large."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kvfold.allocate.blocks import allocate_blocks
+from kvfold.allocate.budget import Budget
+from kvfold.codecs.rotated import RotatedCode
+from kvfold.errors import BudgetError, KvfoldError
+from kvfold.kernels.position_bias import planes
+from kvfold.methods.base import LayerView, Method, Needs, check_block
+from kvfold.methods.keybias import KeyBias, key_constant
+from kvfold.methods.scores import key_energy, query_energy
+from kvfold.stores.base import Rotary, Store
+from kvfold.stores.rotated import RotatedLayout, RotatedStore, without_constant
+from kvfold.stores.tokenwise import padding_of, shifts_of
+
+NORM_BITS = 8
+"""Bits of a block, which are two of the code's, that a 16-bit norm costs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockGTQ(Method):
+    """Widths per RoPE block of keys, one width for values; nothing evicted.
+
+    Parameters
+    ----------
+    bits : float, optional
+        Average width of key codes, 1 to 8, metadata not counted: how the paper counts. 3 if no budget is given.
+    keep, bits_per_element : float, optional
+        Instead of `bits`: share of the prompt's 16-bit bytes, or bits for each element, every byte counted.
+    value_bits : int, optional
+        Width of value codes; by default `bits`, rounded, or the whole bits of the budget's average.
+    norms : "token" or "group"
+        One norm for a key, of which each group of equally wide blocks has a fixed share, or one for each group as in the
+        paper. The second is more exact and costs 16 bits a group and token.
+    score : "sum" or "product"
+        What a block's bits are worth: mean squared query plus mean squared key, halved (paper), or their product, which
+        is what the squared error of a logit is proportional to.
+    share : "head" or "layer"
+        Heads get equal bits (paper), or share a layer's.
+    most_widths : int, optional
+        Distinct widths of a head at most.
+    tile : int
+        Channels, in order of their score, that have one width: 16 suits tensor cores. At least 2, a block.
+    bias : "out", "mean" or "in"
+        Take the bias of the model's key projection out of keys before coding, their mean before RoPE, or nothing (paper).
+    recent : int
+        Newest tokens of a prompt kept exact.
+    sampled : int
+        Queries, spread evenly over the prompt, that tell the energies.
+    rotation : "hadamard" or "haar"
+        Randomised Hadamard, or uniformly random as in the paper.
+    block_tokens : int
+        Generated tokens coded at a time, one block late (0: never), by the widths of the prompt before them.
+
+    Notes
+    -----
+    The rows of a batch share their widths. Channels that RoPE leaves alone, or all where it cannot be told which ones it
+    turns, form blocks of two in order of their energy.
+
+    References
+    ----------
+    Block-GTQ, algorithm 1 and its released allocator; TurboQuant (arXiv 2504.19874).
+    """
+
+    name = "blockgtq"
+    paper = "after Block-GTQ"
+
+    bits: float | None = None
+    keep: float | None = None
+    bits_per_element: float | None = None
+    value_bits: int | None = None
+    norms: Literal["token", "group"] = "token"
+    score: Literal["sum", "product"] = "product"
+    share: Literal["head", "layer"] = "head"
+    most_widths: int | None = None
+    tile: int = 2
+    bias: KeyBias = "out"
+    recent: int = 0
+    sampled: int = 512
+    rotation: Literal["hadamard", "haar"] = "hadamard"
+    block_tokens: int = 64
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("bits", "keep", "bits_per_element") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"give one of bits, keep and bits_per_element, got {', '.join(given)}")
+        self.budget  # noqa: B018 (raises on a bad budget)
+        if self.bits is not None and not 1 <= self.bits <= 8:
+            raise ValueError(f"bits must be an average from 1 to 8, got {self.bits!r}")
+        if self.value_bits is not None and self.value_bits not in range(1, 9):
+            raise ValueError(f"value_bits must be an integer from 1 to 8, got {self.value_bits!r}")
+        if self.most_widths is not None and self.most_widths not in range(1, 9):
+            raise ValueError(f"most_widths must be from 1 to 8, got {self.most_widths!r}")
+        if self.tile < 2 or self.tile % 2:
+            raise ValueError(f"tile must be an even number of channels, got {self.tile!r}")
+        if self.recent < 0 or self.sampled < 1:
+            raise ValueError("recent must not be negative, and sampled at least 1")
+        check_block("block_tokens", self.block_tokens)
+
+    @property
+    def budget(self) -> Budget | None:
+        """The byte budget, if there is one."""
+        if self.keep is None and self.bits_per_element is None:
+            return None
+        return Budget(keep=self.keep, bits_per_element=self.bits_per_element)
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(sampled=self.sampled, rotary=True)
+
+    @property
+    def shortest(self) -> int:
+        return 32 + self.recent
+
+    @property
+    def block(self) -> int:
+        return self.block_tokens
+
+    def check(self, tokens: int, kv_heads: int, key_dim: int, value_dim: int) -> None:
+        if key_dim % self.tile:
+            raise KvfoldError(
+                f"keys of {key_dim} channels do not divide into tiles of {self.tile}: choose another tile"
+            )
+        tokens = max(tokens - self.recent, 1)
+        least = tokens * self._token_bytes([((1, key_dim),)] * kv_heads, self.value_bits or 1, value_dim)
+        least += self._constant_bytes(kv_heads, key_dim)
+        full = 2 * tokens * kv_heads * (key_dim + value_dim)
+        if self.budget and self.budget.bytes(tokens, kv_heads, key_dim, value_dim) < least:
+            raise BudgetError(
+                f"the budget is smaller than the metadata and the narrowest codes of a {tokens}-token prompt: at least"
+                f" keep={least / full:.4f} ({16 * least / full:.3f} bits per element) is needed"
+            )
+
+    def fold(self, views: Sequence[LayerView]) -> list[Store]:
+        return [self._encode(view) for view in views]
+
+    def _encode(self, view: LayerView) -> Store:
+        tokens = view.tokens if view.generated else view.tokens - self.recent
+        lost = view.tokens - tokens
+        keys, values = view.keys[:, :, :tokens], view.values[:, :, :tokens]
+        positions, valid = view.positions[:, :tokens], view.valid[:, :, :tokens]
+        constant = key_constant(view, self.bias)
+        extra = padding_of(valid)
+        if constant is not None:
+            extra["key_mean"] = constant
+        before = _previous(view)
+        if before is None:
+            coded = view.keys.float()
+            if constant is not None:
+                coded = without_constant(coded, constant, view.rotary, shifts_of(view.positions))
+            key_codes, value_code, constants = self._calibrate(view, coded, tokens, valid)
+        else:
+            key_codes, value_code, constants = before
+        layout = RotatedLayout(
+            tokens=tokens,
+            real_tokens=tuple(max(count - lost, 0) for count in view.real_tokens),
+            shifts=shifts_of(positions),
+            kv_heads=keys.shape[1],
+            key_dim=keys.shape[-1],
+            value_dim=values.shape[-1],
+            keys=key_codes,
+            values=(value_code,) * keys.shape[1],
+            turned=constant is not None and view.rotary is not None,
+        )
+        return RotatedStore.encode(keys, values, layout, {**extra, **constants}, view.rotary)
+
+    # ---- calibration and allocation ----
+
+    def _calibrate(
+        self, view: LayerView, keys: Tensor, tokens: int, valid: Tensor
+    ) -> tuple[tuple[RotatedCode, ...], RotatedCode, dict[str, Tensor]]:
+        """Codes of each head's keys and of values, and the constants that go with them, from a prompt's own energies."""
+        rows, heads = keys.shape[:2]
+        query, key = _query_energy(view).mean(0), key_energy(view, keys).mean(0)
+        blocks = blocks_of(view.rotary, query * key if self.score == "product" else query + key)
+        query, key = (energy.gather(1, blocks.flatten(1)).view_as(blocks).sum(-1) for energy in (query, key))
+        scores = query * key if self.score == "product" else (query + key) / 2
+
+        widths, value_bits = self._allocate(scores, view, tokens, valid)
+        order = (widths * -1).to(blocks.device).argsort(dim=-1, stable=True)
+        channels = blocks.gather(1, order[..., None].expand_as(blocks)).flatten(1)
+        groups = [groups_of(one) for one in widths]
+        codes = tuple(RotatedCode(one, norms=self.norms, rotation=self.rotation) for one in groups)
+        constants = {"key_order": channels.to(torch.uint8).expand(rows, -1, -1).contiguous()}
+        if self.norms == "token":
+            energy = key.gather(1, order)
+            shares = energy.new_zeros(heads, max(map(len, groups)))
+            for head, one in enumerate(groups):
+                parts = energy[head].split([size // 2 for _, size in one])
+                shares[head, : len(one)] = torch.stack([part.sum() for part in parts])
+            shares = (shares / shares.sum(-1, keepdim=True).clamp_min(1e-30)).sqrt()
+            constants["key_shares"] = shares.half().expand(rows, -1, -1).contiguous()
+        return codes, RotatedCode(((value_bits, view.values.shape[-1]),), rotation=self.rotation), constants
+
+    def _allocate(self, scores: Tensor, view: LayerView, tokens: int, valid: Tensor) -> tuple[Tensor, int]:
+        """Widths of each head's blocks (kv_heads, blocks) and of values."""
+        heads, blocks = scores.shape
+        key_dim, value_dim = 2 * blocks, view.values.shape[-1]
+        if self.budget is None:
+            bits = self.bits if self.bits is not None else 3.0
+            value_bits = self.value_bits or max(1, min(8, int(bits + 0.5)))
+            return self._widths(scores, int(bits * blocks), 0), value_bits
+        real = valid.any(1).sum(1).tolist()
+        have = sum(self.budget.bytes(count, heads, key_dim, value_dim) for count in real)
+        have -= len(real) * self._constant_bytes(heads, key_dim) + sum(
+            tensor.numel() for tensor in padding_of(valid).values()
+        )
+        a_token = have // (len(real) * tokens)
+        # Of the payload, beside a norm of each key and value.
+        average = 8 * (a_token - 4 * heads) // (heads * (key_dim + value_dim))
+        value_bits = self.value_bits or max(1, min(8, average))
+        a_head = 8 * (a_token - self._token_bytes([], value_bits, value_dim, heads)) // heads
+        norm = NORM_BITS if self.norms == "group" else 0
+        least, most = blocks + norm, 8 * blocks + 8 * norm
+        for total in range(max(min(a_head // 2, most), least), least - 1, -1):
+            widths = self._widths(scores, total, norm)
+            # Groups end at whole bytes, so that a total may be a little too much.
+            if self._token_bytes([groups_of(one) for one in widths], value_bits, value_dim) <= a_token:
+                return widths, value_bits
+        if not view.generated:
+            raise BudgetError(
+                "the budget is smaller than the metadata, 1-bit keys and the values of this prompt, whose padding is"
+                " stored too: raise keep, lower value_bits, or fold prompts of one length together"
+            )
+        return self._widths(scores, least, norm), value_bits
+
+    def _widths(self, scores: Tensor, total: int, norm: int) -> Tensor:
+        return allocate_blocks(
+            scores,
+            torch.full(scores.shape[:1], total),
+            shared=self.share == "layer",
+            most_widths=self.most_widths,
+            width_cost=norm,
+            tile=self.tile // 2,
+        )
+
+    # ---- bytes ----
+
+    def _token_bytes(
+        self,
+        groups: Sequence[tuple[tuple[int, int], ...]],
+        value_bits: int,
+        value_dim: int,
+        heads: int | None = None,
+    ) -> int:
+        """Bytes of one token: keys with the groups of each head, and as many values (or `heads`)."""
+        value = RotatedCode(((value_bits, value_dim),))
+        keys = [RotatedCode(one, norms=self.norms) for one in groups]
+        count = len(groups) if heads is None else heads
+        return sum(code.nbytes + 2 * code.scales for code in keys) + count * (value.nbytes + 2 * value.scales)
+
+    def _constant_bytes(self, heads: int, key_dim: int) -> int:
+        """Bytes of a row's constants, at most."""
+        shares = 2 * min(self.most_widths or 8, key_dim // self.tile) if self.norms == "token" else 0
+        return heads * (key_dim + 2 * key_dim * (self.bias != "in") + shares)
+
+
+def blocks_of(rotary: Rotary | None, energy: Tensor) -> Tensor:
+    """Channels of each block of a head, (kv_heads, blocks, 2) int64.
+
+    Parameters
+    ----------
+    rotary : Rotary or None
+        Tells which two channels it turns together.
+    energy : (kv_heads, key_dim)
+        Orders the channels that it leaves alone.
+    """
+    heads, dim = energy.shape
+    found = planes(rotary, dim, energy.device) if rotary is not None else None
+    partner = torch.arange(dim) if found is None else torch.tensor(found)
+    channel = torch.arange(dim)
+    first = channel[channel < partner]
+    turned = torch.stack([first, partner[first]], -1).to(energy.device).expand(heads, -1, -1)
+    alone = channel[channel == partner].to(energy.device)
+    order = energy[:, alone].argsort(dim=-1, descending=True, stable=True)
+    return torch.cat([turned, alone[order].view(heads, -1, 2)], 1)
+
+
+def groups_of(widths: Tensor) -> tuple[tuple[int, int], ...]:
+    """(width, channels) from the widest on, of blocks of two channels."""
+    ordered = sorted(widths.tolist(), reverse=True)
+    return tuple((width, 2 * len(list(same))) for width, same in groupby(ordered))
+
+
+def _query_energy(view: LayerView) -> Tensor:
+    """Mean squared query channel, (batch, kv_heads, key_dim) float32."""
+    batch, heads, _, key_dim = view.keys.shape
+    if view.sampled is None or view.sampled_index is None:
+        return query_energy(view, view.tokens)
+    real = view.valid.any(1)[:, view.sampled_index].float()[:, None, :, None]
+    total = (view.sampled[..., -key_dim:].float().square() * real).reshape(batch, heads, -1, key_dim).sum(2)
+    group = view.sampled.shape[1] // heads
+    return total / (real.sum((1, 2, 3)) * group).clamp_min(1)[:, None, None]
+
+
+def _previous(view: LayerView) -> tuple[tuple[RotatedCode, ...], RotatedCode, dict[str, Tensor]] | None:
+    """Codes and constants of the segment before, for a block of generated tokens."""
+    if not view.generated or view.previous is None:
+        return None
+    store, rows = view.previous
+    if not isinstance(store, RotatedStore):
+        return None
+    names: list[str] = [name for name in ("key_order", "key_shares") if name in store.buffers]
+    constants = {name: store.buffers[name] if rows is None else store.buffers[name][rows] for name in names}
+    return store.layout.keys, store.layout.values[0], constants

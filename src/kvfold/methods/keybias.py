@@ -1,0 +1,43 @@
+"""What is taken out of keys before they are coded, and given back at attention time without a byte a token."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kvfold.methods.base import LayerView
+from kvfold.stores.rotated import RotatedStore
+
+KeyBias = Literal["out", "mean", "in"]
+"""Take out the bias of the model's key projection, the prompt's mean key before RoPE, or nothing."""
+
+
+def key_constant(view: LayerView, bias: KeyBias) -> Tensor | None:
+    """The constant, (batch, kv_heads, key_dim) in 16 bits; blocks of generated tokens share their prompt's.
+
+    A projection gives k = Wx + b, so that RoPE(k) = RoPE(Wx) + RoPE(b): the bias is the same for every token, and what is
+    left of an attention sink's key is small, as that of any other. The mean lies far from such a key, and leaves more.
+    """
+    if bias == "in":
+        return None
+    if view.generated and view.previous is not None:
+        store, rows = view.previous
+        if isinstance(store, RotatedStore):
+            mean = store.buffers.get("key_mean")
+            return mean if mean is None or rows is None else mean[rows]
+    if bias == "out":
+        if view.key_bias is None:
+            return None
+        mean = view.key_bias.float().expand(len(view.keys), -1, -1)
+    else:
+        keys = view.keys.float()
+        if view.rotary is not None:
+            keys = torch.stack(
+                [view.rotary.unrotate(row, where) for row, where in zip(keys, view.positions, strict=True)]
+            )
+        real = view.valid[..., None].float()
+        mean = (keys * real).sum(2) / real.sum(2).clamp_min(1)
+    narrow = float(mean.abs().max()) < torch.finfo(torch.float16).max
+    return mean.to(torch.float16 if narrow else torch.bfloat16).contiguous()
