@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -123,12 +125,12 @@ import sys
 from kvfold.evaluate import Grid, run
 grid = Grid(models=[sys.argv[1]], tasks=["perplexity:continuation=20"], methods=["snapkv:window=4"],
             budgets=[f"keep={n / 100}" for n in range(20, 60)], tokens=[300], samples=50)
-run(grid, sys.argv[2])
+run(grid, sys.argv[2], workers=int(sys.argv[3]))
 """
 
 
 def test_a_killed_run_goes_on(folder, tmp_path):
-    process = subprocess.Popen([sys.executable, "-c", KILLED, str(folder), str(tmp_path)])
+    process = subprocess.Popen([sys.executable, "-c", KILLED, str(folder), str(tmp_path), "1"])
     file = tmp_path / "rows-0.jsonl"
     deadline = time.monotonic() + 300
     while not (file.exists() and file.read_bytes().count(b"\n") >= 5):
@@ -158,6 +160,32 @@ def test_a_killed_run_goes_on(folder, tmp_path):
     assert len(cells) == len(set(cells)) == 41 * wanted.samples
     fresh = run(wanted, tmp_path / "fresh")
     assert figures(fresh.rows) == figures(summary.rows)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds the workers in /proc")
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
+def test_workers_end_with_their_run(folder, tmp_path, sent):
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(folder), str(tmp_path), "2"],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # What runs in the background may start deaf to it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    deadline = time.monotonic() + 120
+    while len(children.read_text().split()) < 3:  # the workers, and what tracks their resources
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(1)  # they import torch now, where nothing of ours catches anything
+    if sent == signal.SIGINT:
+        os.killpg(process.pid, sent)  # as a terminal does
+    else:
+        process.send_signal(sent)
+    # Ends when the last process that holds it has ended.
+    _, told = process.communicate(timeout=120)
+    assert told.count("Traceback") == (sent == signal.SIGINT), told
 
 
 @dataclass(frozen=True, kw_only=True)

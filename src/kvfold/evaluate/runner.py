@@ -11,12 +11,14 @@ import os
 import platform
 import random
 import secrets
+import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta, timezone
 from functools import partial
@@ -502,14 +504,34 @@ def _share(plan: _Plan, run_id: str, tick: _Tick) -> None:
 
 
 def _worker(grid: Grid, folder: Path, retry: bool, chats: Mapping[str, bool], run_id: str) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         _share(_Plan(grid, folder, retry, chats), run_id, lambda done: None)
-    except KeyboardInterrupt:
-        sys.exit(130)
     except Exception as error:
         rank = os.environ.get("RANK", "?")
         sys.stderr.write(f"worker {rank}: {_why(error)}\n")
         sys.exit(1)
+
+
+def _end_with_parent() -> None:
+    """A worker whose parent was killed would measure on, unseen, beside the next run."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+@contextmanager
+def _deaf_to_interrupts() -> Iterator[None]:
+    """Processes started here leave Ctrl-C to their parent, which ends them without a traceback from each."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _launch(plan: _Plan, run_id: str, workers: int, tick: _Tick) -> list[str]:
@@ -533,7 +555,7 @@ def _launch(plan: _Plan, run_id: str, workers: int, tick: _Tick) -> list[str]:
                 args=(plan.grid, plan.folder, plan.retry, plan.chats, run_id),
                 name=f"kvfold-eval-{rank}",
             )
-            with patch_environment(**shared, **_placed(rank)):
+            with patch_environment(**shared, **_placed(rank)), _deaf_to_interrupts():
                 process.start()
             processes.append(process)
         while any(process.is_alive() for process in processes):
