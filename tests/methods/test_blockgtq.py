@@ -12,9 +12,7 @@ from kvfold.codecs.rotation import hadamard
 from kvfold.errors import BudgetError, KvfoldError
 from kvfold.hf.bias import key_bias_of
 from kvfold.methods import BlockGTQ, TurboQuant
-from kvfold.methods.blockgtq import blocks_of
 from tests.methods.baselines.views import view
-from tests.stores.checks import Turn
 from tests.tiny import prompt, tiny_model
 
 
@@ -99,23 +97,6 @@ def test_more_bits_where_queries_look_make_better_logits():
         lost = store.kept(0, 0).keys - one.keys[0, 0]
         errors[name] = float((one.sampled[0, :2] @ lost.T).abs().mean())
     assert errors["token"] < 0.7 * errors["uniform"] and errors["group"] < errors["token"]
-
-
-class Halves(Turn):
-    """Turns channels (i, i + 3) of the first six."""
-
-    def _turn(self, x, positions, sign):
-        order = [0, 3, 1, 4, 2, 5]
-        x = x.clone()
-        x[..., order] = super()._turn(x[..., order], positions, sign)
-        return x
-
-
-def test_blocks_are_the_planes_that_rope_turns():
-    energy = torch.tensor([[1.0, 1, 1, 1, 1, 1, 5, 2, 7, 3]])
-    assert blocks_of(Halves(), energy).tolist() == [[[0, 3], [1, 4], [2, 5], [8, 6], [9, 7]]]
-    assert blocks_of(Turn(), energy).tolist() == [[[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]]
-    assert blocks_of(None, energy)[0, :2].tolist() == [[8, 6], [9, 7]]
 
 
 @pytest.mark.parametrize("norms", ["group", "token"])

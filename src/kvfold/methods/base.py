@@ -156,6 +156,11 @@ class Method(ABC):
         """Generated tokens folded at a time, one block late; 0 keeps them all exact."""
         return 0
 
+    @property
+    def calibrated_for(self) -> str | None:
+        """Fingerprint of the only model it may fold; None: any. KvfoldError where its calibration cannot be read."""
+        return None
+
     def check(self, tokens: int, kv_heads: int, key_dim: int, value_dim: int) -> None:
         """Raise BudgetError if a prompt of that size cannot be folded within the budget."""
 

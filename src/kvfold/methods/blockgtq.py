@@ -14,11 +14,10 @@ from kvfold.allocate.blocks import allocate_blocks
 from kvfold.allocate.budget import Budget
 from kvfold.codecs.rotated import RotatedCode
 from kvfold.errors import BudgetError, KvfoldError
-from kvfold.kernels.position_bias import planes
 from kvfold.methods.base import LayerView, Method, Needs, check_block
+from kvfold.methods.energies import Energies, Energy, Score, worth
 from kvfold.methods.keybias import KeyBias, key_constant
-from kvfold.methods.scores import key_energy, query_energy
-from kvfold.stores.base import Rotary, Store
+from kvfold.stores.base import Store
 from kvfold.stores.rotated import RotatedLayout, RotatedStore, without_constant
 from kvfold.stores.tokenwise import padding_of, shifts_of
 
@@ -56,6 +55,8 @@ class BlockGTQ(Method):
         Newest tokens of a prompt kept exact.
     sampled : int
         Queries, spread evenly over the prompt, that tell the energies.
+    calibration : str, optional
+        File of energies from `kvfold calibrate blockgtq`, instead of the prompt's own. Of the same model and `bias`.
     rotation : "hadamard" or "haar"
         Randomised Hadamard, or uniformly random as in the paper.
     block_tokens : int
@@ -79,13 +80,14 @@ class BlockGTQ(Method):
     bits_per_element: float | None = None
     value_bits: int | None = None
     norms: Literal["token", "group"] = "token"
-    score: Literal["sum", "product"] = "product"
+    score: Score = "product"
     share: Literal["head", "layer"] = "head"
     most_widths: int | None = None
     tile: int = 2
     bias: KeyBias = "out"
     recent: int = 0
     sampled: int = 512
+    calibration: str | None = None
     rotation: Literal["hadamard", "haar"] = "hadamard"
     block_tokens: int = 64
 
@@ -115,7 +117,22 @@ class BlockGTQ(Method):
 
     @property
     def needs(self) -> Needs:
-        return Needs(sampled=self.sampled, rotary=True)
+        return Needs(sampled=0 if self.calibration else self.sampled, rotary=True)
+
+    @property
+    def calibrated_for(self) -> str | None:
+        return None if self.calibration is None else self._calibration().fingerprint
+
+    def _calibration(self) -> Energies:
+        """Its energies, which must be of keys as they are coded here."""
+        assert self.calibration is not None
+        energies = Energies.load(self.calibration)
+        if energies.bias != self.bias and not (energies.bias == "none" and self.bias != "mean"):
+            raise KvfoldError(
+                f"{self.calibration} is of keys with bias={energies.bias!r}, not {self.bias!r}: calibrate with"
+                f" --bias {self.bias}, or fold with bias={energies.bias!r}"
+            )
+        return energies
 
     @property
     def shortest(self) -> int:
@@ -154,10 +171,7 @@ class BlockGTQ(Method):
             extra["key_mean"] = constant
         before = _previous(view)
         if before is None:
-            coded = view.keys.float()
-            if constant is not None:
-                coded = without_constant(coded, constant, view.rotary, shifts_of(view.positions))
-            key_codes, value_code, constants = self._calibrate(view, coded, tokens, valid)
+            key_codes, value_code, constants = self._calibrate(view, constant, tokens, valid)
         else:
             key_codes, value_code, constants = before
         layout = RotatedLayout(
@@ -175,15 +189,24 @@ class BlockGTQ(Method):
 
     # ---- calibration and allocation ----
 
+    def _energy(self, view: LayerView, constant: Tensor | None) -> Energy:
+        """Of the calibration, or of the prompt itself."""
+        if self.calibration is not None:
+            return self._calibration().layer(view)
+        keys = view.keys.float()
+        if constant is not None:
+            keys = without_constant(keys, constant, view.rotary, shifts_of(view.positions))
+        return Energy.of(view, keys)
+
     def _calibrate(
-        self, view: LayerView, keys: Tensor, tokens: int, valid: Tensor
+        self, view: LayerView, constant: Tensor | None, tokens: int, valid: Tensor
     ) -> tuple[tuple[RotatedCode, ...], RotatedCode, dict[str, Tensor]]:
-        """Codes of each head's keys and of values, and the constants that go with them, from a prompt's own energies."""
-        rows, heads = keys.shape[:2]
-        query, key = _query_energy(view).mean(0), key_energy(view, keys).mean(0)
-        blocks = blocks_of(view.rotary, query * key if self.score == "product" else query + key)
-        query, key = (energy.gather(1, blocks.flatten(1)).view_as(blocks).sum(-1) for energy in (query, key))
-        scores = query * key if self.score == "product" else (query + key) / 2
+        """Codes of each head's keys and of values, and the constants that go with them."""
+        rows, heads = view.keys.shape[:2]
+        energy = self._energy(view, constant)
+        blocks = energy.blocks(self.score)
+        query, key = energy.in_blocks(blocks)
+        scores = worth(query, key, self.score)
 
         widths, value_bits = self._allocate(scores, view, tokens, valid)
         order = (widths * -1).to(blocks.device).argsort(dim=-1, stable=True)
@@ -192,10 +215,10 @@ class BlockGTQ(Method):
         codes = tuple(RotatedCode(one, norms=self.norms, rotation=self.rotation) for one in groups)
         constants = {"key_order": channels.to(torch.uint8).expand(rows, -1, -1).contiguous()}
         if self.norms == "token":
-            energy = key.gather(1, order)
-            shares = energy.new_zeros(heads, max(map(len, groups)))
+            sizes = key.gather(1, order)
+            shares = key.new_zeros(heads, max(map(len, groups)))
             for head, one in enumerate(groups):
-                parts = energy[head].split([size // 2 for _, size in one])
+                parts = sizes[head].split([size // 2 for _, size in one])
                 shares[head, : len(one)] = torch.stack([part.sum() for part in parts])
             shares = (shares / shares.sum(-1, keepdim=True).clamp_min(1e-30)).sqrt()
             constants["key_shares"] = shares.half().expand(rows, -1, -1).contiguous()
@@ -264,42 +287,10 @@ class BlockGTQ(Method):
         return heads * (key_dim + 2 * key_dim * (self.bias != "in") + shares)
 
 
-def blocks_of(rotary: Rotary | None, energy: Tensor) -> Tensor:
-    """Channels of each block of a head, (kv_heads, blocks, 2) int64.
-
-    Parameters
-    ----------
-    rotary : Rotary or None
-        Tells which two channels it turns together.
-    energy : (kv_heads, key_dim)
-        Orders the channels that it leaves alone.
-    """
-    heads, dim = energy.shape
-    found = planes(rotary, dim, energy.device) if rotary is not None else None
-    partner = torch.arange(dim) if found is None else torch.tensor(found)
-    channel = torch.arange(dim)
-    first = channel[channel < partner]
-    turned = torch.stack([first, partner[first]], -1).to(energy.device).expand(heads, -1, -1)
-    alone = channel[channel == partner].to(energy.device)
-    order = energy[:, alone].argsort(dim=-1, descending=True, stable=True)
-    return torch.cat([turned, alone[order].view(heads, -1, 2)], 1)
-
-
 def groups_of(widths: Tensor) -> tuple[tuple[int, int], ...]:
     """(width, channels) from the widest on, of blocks of two channels."""
     ordered = sorted(widths.tolist(), reverse=True)
     return tuple((width, 2 * len(list(same))) for width, same in groupby(ordered))
-
-
-def _query_energy(view: LayerView) -> Tensor:
-    """Mean squared query channel, (batch, kv_heads, key_dim) float32."""
-    batch, heads, _, key_dim = view.keys.shape
-    if view.sampled is None or view.sampled_index is None:
-        return query_energy(view, view.tokens)
-    real = view.valid.any(1)[:, view.sampled_index].float()[:, None, :, None]
-    total = (view.sampled[..., -key_dim:].float().square() * real).reshape(batch, heads, -1, key_dim).sum(2)
-    group = view.sampled.shape[1] // heads
-    return total / (real.sum((1, 2, 3)) * group).clamp_min(1)[:, None, None]
 
 
 def _previous(view: LayerView) -> tuple[tuple[RotatedCode, ...], RotatedCode, dict[str, Tensor]] | None:

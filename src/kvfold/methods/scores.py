@@ -79,6 +79,20 @@ def query_energy(view: LayerView, window: int) -> Tensor:
     return total / (real.sum((1, 2, 3)) * group).clamp_min(1)[:, None, None]
 
 
+def sampled_energy(view: LayerView) -> Tensor:
+    """Mean squared channel of the queries spread over the prompt, or of the newest where there are none.
+
+    Returns (batch, kv_heads, key_dim) float32.
+    """
+    batch, heads, _, key_dim = view.keys.shape
+    if view.sampled is None or view.sampled_index is None:
+        return query_energy(view, view.tokens)
+    real = view.valid.any(1)[:, view.sampled_index].float()[:, None, :, None]
+    total = (view.sampled[..., -key_dim:].float().square() * real).reshape(batch, heads, -1, key_dim).sum(2)
+    group = view.sampled.shape[1] // heads
+    return total / (real.sum((1, 2, 3)) * group).clamp_min(1)[:, None, None]
+
+
 def key_energy(view: LayerView, keys: Tensor | None = None) -> Tensor:
     """Mean squared key channel over valid tokens, (batch, kv_heads, key_dim) float32."""
     squares = (view.keys if keys is None else keys).float().square() * view.valid[..., None]
