@@ -226,12 +226,12 @@ def test_failures_are_rows_and_the_grid_goes_on(folder, letters, tmp_path, monke
 
 
 def test_out_of_memory_in_the_prefill(folder, letters, tmp_path, monkeypatch):
-    from kvfold.evaluate import runner
+    from kvfold.evaluate import measure
 
     def fail(*_):
         raise torch.OutOfMemoryError("none left")
 
-    monkeypatch.setattr(runner, "Prefill", fail)
+    monkeypatch.setattr(measure, "Prefill", fail)
     summary = run(grid(folder, samples=1), tmp_path)
     assert [row.error for row in summary.rows] == ["out of memory: none left"] * 3
 

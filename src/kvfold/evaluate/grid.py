@@ -201,16 +201,11 @@ class Grid:
         for task, tokens, form, view in product(self.tasks, self.tokens, self.formats, self.views):
             if form == AUTO:
                 form = "chat" if chat else "plain"
-            if not asks(open_task(task)):
+            if not open_task(task).asks:
                 view = "unseen"  # nothing is asked
             group = Group(model_name(model), task, tokens, view, form, sample, self.seed)  # type: ignore[arg-type]
             found[group] = None
         return list(found)
-
-
-def asks(task: Task) -> bool:
-    """Whether the task asks questions; otherwise it scores a continuation."""
-    return type(task).score is not Task.score
 
 
 def open_task(label: str) -> Task:

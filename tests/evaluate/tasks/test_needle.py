@@ -16,24 +16,30 @@ def sample(label, index=0, tokens=3000):
 
 def test_the_grid_runs_between_its_ends():
     found = [sample("needle:depths=3,first=0.1,last=0.9", index).about["depth"] for index in range(3)]
-    assert found == pytest.approx([0.1, 0.5, 0.9])
+    assert found == pytest.approx([0.5, 0.1, 0.9])
 
 
 @pytest.mark.parametrize("depths", [1, 2, 5, 11])
 def test_the_grid_of_depths_is_walked_by_the_index(depths):
+    walked = []
     for index in range(2 * depths):
         made = sample(f"needle:depths={depths}", index)
-        asked = (index % depths) / (depths - 1) if depths > 1 else 0.5
-        assert made.about["depth"] == pytest.approx(asked)
+        asked = made.about["depth"]
+        walked.append(asked)
         (turn,) = made.turns
         needle = f"{turn.answer_prefix} {turn.references[0]}."
         assert made.context.count(needle) == 1
         found = made.context.index(needle) / (len(made.context) - len(needle))
         assert found == pytest.approx(asked, abs=0.03)
+    grid = [step / (depths - 1) for step in range(depths)] if depths > 1 else [0.5]
+    assert sorted(walked[:depths]) == pytest.approx(grid) and walked[depths:] == walked[:depths]
+    # Three samples alone see the middle and both ends.
+    assert walked[0] == pytest.approx(0.5, abs=0.5 / depths) or depths == 2
+    assert set(walked[1:3]) == {0, 1} or depths < 3
 
 
 def test_several_needles_stand_apart_and_are_asked_one_a_turn():
-    made = sample("needle:needles=5,turns=3,depths=3", index=1)
+    made = sample("needle:needles=5,turns=3,depths=3")
     assert made.context.count("The secret number of the ") == 5
     assert len({turn.references for turn in made.turns}) == len({turn.question for turn in made.turns}) == 3
     places = [made.context.index(turn.references[0]) / len(made.context) for turn in made.turns]

@@ -79,12 +79,15 @@ class Task(ABC):
     metric : str
         What `score` is ("recall", "exact match", "F1", "perplexity", ...).
     higher_is_better : bool
+    asks : bool
+        Whether answers are scored; otherwise `metric` is a figure of the continuation.
     """
 
     name: ClassVar[str]
     source: ClassVar[str]
     metric: ClassVar[str]
     higher_is_better: ClassVar[bool] = True
+    asks: ClassVar[bool] = True
 
     def check(self) -> None:
         """Raise KvfoldError before any work if samples cannot be made: a package, a file or a field is missing."""
@@ -115,7 +118,7 @@ class Task(ABC):
         """
 
     def score(self, answer: str, turn: Turn) -> float:
-        """Score of an answer, in [0, 1]. Tasks that score a continuation have none."""
+        """Score of an answer, in [0, 1]; for tasks that ask."""
         raise NotImplementedError(f"{self.name} scores a continuation, not an answer")
 
     def to_dict(self) -> dict[str, Any]:

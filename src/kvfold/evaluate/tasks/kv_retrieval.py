@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from kvfold.errors import KvfoldError
 from kvfold.evaluate.tasks import matching
 from kvfold.evaluate.tasks.base import Count, Sample, Task, Turn
+from kvfold.evaluate.tasks.depths import depth_of
 from kvfold.evaluate.tasks.fit import Supply, fit
 
 
@@ -16,7 +17,7 @@ from kvfold.evaluate.tasks.fit import Supply, fit
 class KVRetrieval(Task):
     """The value of a key in a JSON object of UUIDs, with the paper's prompt.
 
-    Sample `index` asks for the pair at depth `index % depths` of the grid.
+    Samples ask for the pairs at a grid of depths, the middle and the ends first.
 
     Parameters
     ----------
@@ -35,7 +36,7 @@ class KVRetrieval(Task):
             raise KvfoldError(f"{self.name}: depths must be at least 1, got {self.depths}")
 
     def sample(self, index: int, tokens: int, count: Count, rng: random.Random) -> Sample:
-        depth = (index % self.depths) / (self.depths - 1) if self.depths > 1 else 0.5
+        depth = depth_of(index, self.depths)
         supply = Supply(lambda: (random_uuid(rng), random_uuid(rng)))
         key, value = supply.first(1)[0]
         turn = Turn(

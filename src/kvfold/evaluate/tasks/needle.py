@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from kvfold.errors import KvfoldError
 from kvfold.evaluate.tasks import matching, text
 from kvfold.evaluate.tasks.base import Count, Sample, Task, Turn
+from kvfold.evaluate.tasks.depths import depth_of
 from kvfold.evaluate.tasks.fit import fit
 
 PLACES = (
@@ -23,8 +24,9 @@ PLACES = (
 class Needle(Task):
     """Find a planted number; with several turns, one number after another.
 
-    Sample `index` has its first needle at depth `index % depths` of the grid, which runs from `first` to `last`; other needles follow at equal distances
-    and go on from the beginning. The first turn asks for the first needle, the next for the next.
+    The first needle's depth is one of a grid from `first` to `last`, walked so that a few samples spread over it already: the
+    middle, the ends, then halfway between. Other needles follow at equal distances and go on from the beginning. The first
+    turn asks for the first needle, the next for the next.
 
     Parameters
     ----------
@@ -70,8 +72,7 @@ class Needle(Task):
 
     def sample(self, index: int, tokens: int, count: Count, rng: random.Random) -> Sample:
         haystack = text.load(self.text)
-        along = (index % self.depths) / (self.depths - 1) if self.depths > 1 else 0.5
-        depth = round(self.first + (self.last - self.first) * along, 6)
+        depth = round(self.first + (self.last - self.first) * depth_of(index, self.depths), 6)
         depths = [depth + number / self.needles for number in range(self.needles)]
         depths = [at - 1 if at > 1 else at for at in depths]
         places = rng.sample(PLACES, self.needles)

@@ -27,6 +27,7 @@ class Perplexity(Task):
     source = "Language modelling with teacher forcing, on a text that ships or is given"
     metric = "perplexity"
     higher_is_better = False
+    asks = False
 
     continuation: int = 256
     text: str = ""
