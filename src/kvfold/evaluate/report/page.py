@@ -217,9 +217,9 @@ class Columns:
 
 
 def columns(setting: Setting) -> Columns:
-    """The columns that at least one entry fills."""
+    """The columns that at least one entry fills; a task whose score is the KL shows it once."""
     return Columns(
-        score=any(entry.score for entry in setting.entries),
+        score=setting.metric != "KL" and any(entry.score for entry in setting.entries),
         kl=any(entry.kl for entry in setting.entries),
         speed=any(entry.fold_seconds or entry.decode_seconds for entry in setting.entries),
     )
