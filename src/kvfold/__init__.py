@@ -23,6 +23,9 @@ _EXPORTS = {
     "KIVI": "kvfold.methods",
 }
 
+_ROOMS = ("evaluate",)
+"""Packages that `import kvfold` alone reaches."""
+
 __all__ = [
     "KIVI",
     "METHODS",
@@ -35,6 +38,7 @@ __all__ = [
     "SnapKV",
     "__version__",
     "attach",
+    "evaluate",
     "fold",
     "load",
     "make_method",
@@ -42,6 +46,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     # "as" makes each a public name for type checkers, which cannot see `__getattr__`.
+    from kvfold import evaluate as evaluate
     from kvfold.api import attach as attach
     from kvfold.api import fold as fold
     from kvfold.api import load as load
@@ -58,6 +63,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return import_module(f"kvfold.{name}")
     if name not in _EXPORTS:
         raise AttributeError(f"module 'kvfold' has no attribute {name!r}")
     return getattr(import_module(_EXPORTS[name]), name)
