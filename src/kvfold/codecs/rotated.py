@@ -105,6 +105,10 @@ class RotatedCode:
             for index, (_, channels) in enumerate(self.groups)
         ]
 
+    def tables(self, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+        """Rotation (channels, channels) and levels (2^width,) of each group."""
+        return list(zip(self._rotations(device), self._books(device), strict=True))
+
     # ---- codes ----
 
     def encode(self, x: Tensor, shares: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -142,8 +146,7 @@ class RotatedCode:
             codes.append(pack(code, width))
             levels.append(decode(code, book))
         scales = self._scales(y, levels, lengths, shares)
-        beyond = bool((scales > torch.finfo(torch.float16).max).any())
-        scales = scales.to(torch.bfloat16 if beyond else torch.float16)
+        scales = stored_norms(scales)
         if self.sketch:
             lost = y - self._scaled(levels, scales.float(), shares)
             codes.append(pack((lost @ _gaussian(self.dim, self.seed, x.device).t() >= 0).to(torch.uint8), 1))
@@ -201,6 +204,12 @@ class RotatedCode:
         """Levels of each group. A group with a fixed share of the norm is not on a sphere: its density is Gaussian."""
         on_sphere = self.norms == "group" or len(self.groups) == 1
         return [_book(width, channels, on_sphere, device) for width, channels in self.groups]
+
+
+def stored_norms(norms: Tensor) -> Tensor:
+    """Norms as they are stored: float16, or bfloat16 where that is too narrow."""
+    beyond = bool((norms > torch.finfo(torch.float16).max).any())
+    return norms.to(torch.bfloat16 if beyond else torch.float16)
 
 
 @cache

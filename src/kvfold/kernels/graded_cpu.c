@@ -5,6 +5,7 @@
 // small buffer; each thread keeps a running softmax for every head, and these are merged by their largest logits.
 
 #include "exponential.h"
+#include "floats.h"
 
 #include <stdlib.h>
 #ifdef _OPENMP
@@ -68,28 +69,6 @@ static int64_t packed_bytes(int64_t n, int64_t bits) {
     int64_t bytes = 0;
     for (const int *plane = planes[bits]; *plane; plane++) bytes += (n * *plane + 7) / 8;
     return bytes;
-}
-
-static float bits_float(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, 4);
-    return value;
-}
-
-static float number(const void *from, int64_t kind, int64_t index) {
-    if (kind == 0) return ((const float *)from)[index];
-    uint32_t half = ((const uint16_t *)from)[index];
-    if (kind == 2) return bits_float(half << 16);
-    uint32_t sign = (half & 0x8000) << 16, rest = half & 0x7fff;
-    if (rest >= 0x7c00) return bits_float(sign | 0x7f800000 | (rest & 0x3ff) << 13);
-    return bits_float(sign | rest << 13) * 0x1p112f; // the exponent's bias, also right for subnormals
-}
-
-static void numbers(const void *from, int64_t kind, int64_t start, int64_t count, float *to) {
-    if (kind == 2)
-        for (int64_t i = 0; i < count; i++) to[i] = bits_float((uint32_t)((const uint16_t *)from)[start + i] << 16);
-    else
-        for (int64_t i = 0; i < count; i++) to[i] = number(from, kind, start + i);
 }
 
 #ifdef SHUFFLES

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.codecs.rotated import RotatedCode
+from kvfold.codecs.rotated import RotatedCode, stored_norms
 from kvfold.kernels.position_bias import position_logits, turned_rows
+from kvfold.kernels.rotated_encode import encode_heads
 from kvfold.stores.base import AttendContext, Rotary
 from kvfold.stores.tokenwise import TokenwiseLayout, TokenwiseStore, rotary_for
 
@@ -80,14 +81,18 @@ class RotatedStore(TokenwiseStore):
         rotary : Rotary or None
             Needed if the mean is turned.
         """
-        keys = keys.float()
         rotary = rotary_for(layout.turned, rotary)
         if "key_mean" in extra:
-            keys = without_constant(keys, extra["key_mean"], rotary, layout.shifts)
-        if "key_order" in extra:
-            keys = keys.gather(-1, extra["key_order"].long()[:, :, None].expand_as(keys))
+            keys = without_constant(keys.float(), extra["key_mean"], rotary, layout.shifts)
         buffers = dict(extra)
         for name, x, codes in (("key", keys, layout.keys), ("value", values, layout.values)):
+            order = extra.get(f"{name}_order")
+            done = encode_heads(x, codes, extra.get(f"{name}_shares"), order)
+            if done is not None:
+                buffers[f"{name}_codes"], buffers[f"{name}_norms"] = done[0], stored_norms(done[1])
+                continue
+            if order is not None:
+                x = x.gather(-1, order.long()[:, :, None].expand_as(x))
             coded = []
             for heads, code in _runs(codes):
                 shares = extra[f"{name}_shares"][:, None, heads] if f"{name}_shares" in extra else None

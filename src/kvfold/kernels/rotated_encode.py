@@ -1,0 +1,137 @@
+"""Rotated codes of many heads in one pass: a C loop on the CPU, a Triton kernel on a GPU.
+
+`RotatedCode.encode` is what they compute, one head's code after the other, in plain torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvfold.kernels.native import Native
+
+if TYPE_CHECKING:
+    from kvfold.codecs.rotated import RotatedCode
+
+MAX_DIM = 256
+"""Channels that the C loop takes."""
+
+_KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_INTEGERS = (
+    "rows heads tokens dim kind threads row_stride head_stride token_stride by_group keep_norm most_groups"
+)
+_INTEGERS += " code_bytes scales"
+_POINTERS = "count code_start scale_start groups x order shares codes norms"
+
+
+class _Group(ctypes.Structure):
+    """As rotated_encode.c's `group`."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("width", "channels")),
+        *((name, ctypes.c_void_p) for name in ("rotation", "boundaries", "levels")),
+        ("share", ctypes.c_double),
+    ]
+
+
+class _Arguments(ctypes.Structure):
+    """As rotated_encode.c's `arguments`."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in _INTEGERS.split()] + [
+        (name, ctypes.c_void_p) for name in _POINTERS.split()
+    ]
+
+
+def _declare(library: ctypes.CDLL) -> None:
+    library.kvfold_rotated_encode.argtypes = [ctypes.c_void_p]
+    library.kvfold_rotated_encode.restype = ctypes.c_int
+
+
+NATIVE = Native("rotated_encode.c", _declare)
+
+
+def encode_heads(
+    x: Tensor, codes: tuple[RotatedCode, ...], shares: Tensor | None = None, order: Tensor | None = None
+) -> tuple[Tensor, Tensor] | None:
+    """Code vectors of several heads.
+
+    Parameters
+    ----------
+    x : (rows, heads, tokens, dim) float32, float16 or bfloat16
+    codes : tuple of RotatedCode
+        One for each head.
+    shares : (rows, heads, groups), optional
+        As `RotatedCode.encode` takes them; heads of fewer groups leave the last ones.
+    order : (rows, heads, dim) uint8, optional
+        The channels of x in the order in which the codes group them.
+
+    Returns
+    -------
+    (codes (rows, tokens, bytes of all heads) uint8, norms (rows, tokens, norms of all heads) float32), or None where only
+    plain torch can serve.
+
+    Raises
+    ------
+    ValueError
+        x holds NaN or infinity. On a GPU nothing waits to find out: the norms of such vectors are then not finite.
+    """
+    alike = len({(code.norms, code.keep_norm, code.sketch) for code in codes}) == 1
+    if not alike or codes[0].sketch or x.dtype not in _KINDS or x.numel() == 0:
+        return None
+    if x.device.type == "cpu" and x.shape[-1] <= MAX_DIM and not NATIVE.available():
+        return _loop(x, codes, shares, order)
+    return None
+
+
+def _loop(
+    x: Tensor, codes: tuple[RotatedCode, ...], shares: Tensor | None, order: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    rows, heads, tokens, dim = x.shape
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    tables = _tables(codes)
+    packed = torch.empty(rows, tokens, sum(code.nbytes for code in codes), dtype=torch.uint8)
+    norms = torch.empty(rows, tokens, sum(code.scales for code in codes))
+    given = {
+        "order": None if order is None else order.contiguous(),
+        "shares": None if shares is None else shares.float().contiguous(),
+    }
+    arguments = _Arguments(
+        rows=rows, heads=heads, tokens=tokens, dim=dim, kind=_KINDS[x.dtype], threads=torch.get_num_threads(),
+        row_stride=x.stride(0), head_stride=x.stride(1), token_stride=x.stride(2),
+        by_group=codes[0].norms == "group", keep_norm=codes[0].keep_norm,
+        most_groups=0 if shares is None else shares.shape[-1],
+        code_bytes=packed.shape[-1], scales=norms.shape[-1],
+        count=tables.count.data_ptr(), code_start=tables.code_start.data_ptr(),
+        scale_start=tables.scale_start.data_ptr(), groups=ctypes.addressof(tables.groups),
+        x=x.data_ptr(), codes=packed.data_ptr(), norms=norms.data_ptr(),
+        **{name: tensor.data_ptr() for name, tensor in given.items() if tensor is not None},
+    )  # fmt: skip
+    if NATIVE.library.kvfold_rotated_encode(ctypes.byref(arguments)):
+        raise ValueError("x holds NaN or infinity; remove padding or masked positions before coding")
+    return packed, norms
+
+
+class _Tables:
+    """What the loop reads about codes."""
+
+    def __init__(self, codes: tuple[RotatedCode, ...]):
+        groups, self._kept = [], []
+        for code in codes:
+            for (width, channels), (rotation, levels) in zip(code.groups, code.tables(torch.device("cpu"))):
+                boundaries = (levels[1:] + levels[:-1]) / 2
+                self._kept += [rotation := rotation.contiguous(), boundaries, levels]
+                pointers = rotation.data_ptr(), boundaries.data_ptr(), levels.data_ptr()
+                groups.append(_Group(width, channels, *pointers, (channels / code.dim) ** 0.5))
+        self.groups = (_Group * len(groups))(*groups)
+        self.count = torch.tensor([len(code.groups) for code in codes])
+        self.code_start = torch.tensor([0, *accumulate(code.nbytes for code in codes)])
+        self.scale_start = torch.tensor([0, *accumulate(code.scales for code in codes)])
+
+
+_tables = lru_cache(maxsize=64)(_Tables)
