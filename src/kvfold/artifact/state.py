@@ -240,6 +240,7 @@ def _layer_state(layer: Any, index: int, tensors: dict[str, torch.Tensor]) -> di
             "dtype": str(layer.dtype).removeprefix("torch."),
             "keys": put("tail.keys", layer.keys),  # type: ignore[arg-type]
             "values": put("tail.values", layer.values),  # type: ignore[arg-type]
+            "gates": None if layer.gates is None else put("tail.gates", layer.gates),
         },
         "block": block,
         "recording": layer.recording,
@@ -333,6 +334,7 @@ def _rebuild(
     options = {name: _tuples(value) for name, value in manifest["method"].items()}
     method = make_method(options.pop("method"), **options)
     cache = FoldedCache(method, model.config, prompt_tokens=manifest["prompt_end"])
+    cache.watch(model)
     try:
         cache.prompt_hash, cache.report = manifest["prompt_hash"], list(manifest["report"])
         cache._recording = bool(manifest["recording"])
@@ -376,6 +378,10 @@ def _restore_folded(
         raise ValueError(f"layer {index}: keys and values of the tail do not fit together")
     layer.lazy_initialization(keys, values)
     layer.keys, layer.values = keys, values
+    if tail.get("gates") is not None:
+        layer.gates = tensors[tail["gates"]].to(device)
+        if layer.gates.dim() != 4 or layer.gates.shape[:3] != keys.shape[:3]:
+            raise ValueError(f"layer {index}: the tail's gates do not fit its keys")
     for saved in state["segments"]:
         store = _store(saved, tensors, device)
         rows = None if saved["rows"] is None else tensors[saved["rows"]].to(device)

@@ -10,7 +10,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvfold.errors import CacheMismatchError, KvfoldError
-from kvfold.hf import bridge
+from kvfold.hf import bridge, inputs
 from kvfold.hf.layer import FoldedLayer
 from kvfold.hf.rotary import ModelRotary, rotary_of, uses_rotary
 from kvfold.hf.support import check_version, folds, stock_layers, text_config
@@ -73,6 +73,7 @@ class FoldedCache(Cache):
         self._views: dict[int, LayerView] = {}
         self._account: dict[int, dict[str, Any]] = {}
         self._recording = False
+        self._watch: inputs.Watch | None = None
         self._rotaries: dict[tuple[type, torch.device, bool], ModelRotary | None] = {}
         if config is not None:
             self._build_layers(config)
@@ -81,6 +82,14 @@ class FoldedCache(Cache):
     def expect(self, length: int) -> None:
         """Tell that the current prompt is complete when the cache has seen `length` logical tokens."""
         self.prompt_end = length
+
+    def watch(self, model: torch.nn.Module) -> None:
+        """See what the model's attention modules are given, if the method's gates read that; until this cache is gone.
+
+        `fold`, `attach` and `load` do this.
+        """
+        if self.method.needs.gates:
+            self._watch = inputs.watch(model)
 
     def keep_exact(self, exact: bool = True) -> None:
         """Keep tokens from here on exact in the tail, or (False) fold them as the method's `block` says."""
@@ -241,7 +250,7 @@ class FoldedCache(Cache):
         """A cache that continues from here on its own; the folded segments are shared, not copied."""
         other = FoldedCache(self.method, prompt_tokens=self.prompt_end)
         other.config, other.prompt_hash = self.config, self.prompt_hash
-        other._recording = self._recording
+        other._recording, other._watch = self._recording, self._watch
         other.report = list(self.report)
         for layer in self.layers:
             twin = copy.copy(layer)

@@ -11,7 +11,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from kvfold.errors import CacheMismatchError, NonFiniteError
-from kvfold.hf import bridge
+from kvfold.hf import bridge, inputs
 from kvfold.hf.bias import key_bias_of
 from kvfold.hf.call import AttentionCall, visible_columns
 from kvfold.hf.fingerprint import Identity, identity_of
@@ -59,6 +59,8 @@ class FoldedLayer(CacheLayerMixin):
         Folded prompts and blocks, oldest first.
     keys, values : (batch, kv_heads, tail, dim)
         Exact tokens after the last segment.
+    gates : (batch, kv_heads, tail, gates) float32 or None
+        What the method's gates said of them.
     """
 
     is_sliding = False
@@ -72,6 +74,7 @@ class FoldedLayer(CacheLayerMixin):
         self.layer_idx = layer_idx
         self.segments: list[Segment] = []
         self.folded_tokens = 0
+        self.gates: torch.Tensor | None = None
         self.prompt_observer: PromptObserver | None = None
         self.block_observer = BlockObserver()
         self.recording = False
@@ -157,6 +160,7 @@ class FoldedLayer(CacheLayerMixin):
             return
         index = index.to(self.keys.device)
         self.keys, self.values = self.keys[index], self.values[index]
+        self.gates = None if self.gates is None else self.gates[index]
         self.segments = [segment.select(index) for segment in self.segments]
         self.block_observer.select(index)
         if self.prompt_observer is not None:
@@ -194,6 +198,7 @@ class FoldedLayer(CacheLayerMixin):
                 # Copies: a view would keep the cropped tokens' bytes alive.
                 self.keys = self.keys[:, :, : self.tail - from_tail].clone()
                 self.values = self.values[:, :, : self.values.shape[2] - from_tail].clone()
+                self.gates = None if self.gates is None else self.gates[:, :, : self.tail].clone()
                 remove -= from_tail
                 if self.prompt_observer is not None:
                     self.prompt_observer.shorten(from_tail, self.tail)
@@ -234,6 +239,8 @@ class FoldedLayer(CacheLayerMixin):
             # The config has just told that this layer is not one to fold: its stock layer has taken over.
             return base(module, query, key, value, attention_mask, *args, **kwargs)
         self._recognise(module, query.shape[2])
+        if self.cache.method.needs.gates:
+            self._read_gates(module)
         call = AttentionCall.of(self.get_seq_length(), module, query, key, attention_mask, kwargs)
         if not self.segments:
             result = base(module, query, key, value, attention_mask, *args, **kwargs)
@@ -268,6 +275,15 @@ class FoldedLayer(CacheLayerMixin):
             )
         self.identity, self.module = identity, weakref.ref(module)
 
+    def _read_gates(self, module: torch.nn.Module) -> None:
+        """Let the method's gates read the tokens of this call."""
+        assert self.keys is not None
+        with torch.no_grad():
+            given = inputs.given_to(module)
+            found = [gate(given, self.layer_idx) for gate in self.cache.method.needs.gates]
+            new = torch.stack(found, -1).to(self.keys.device)
+            self.gates = new if self.gates is None else torch.cat([self.gates, new], 2)
+
     def _parts(
         self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> list[Part]:
@@ -301,16 +317,18 @@ class FoldedLayer(CacheLayerMixin):
             ahead = self.tail - in_prompt
             part = query if not ahead else query[:, :, : query.shape[2] - ahead]
             self._observe_prompt(call, part, key[:, :, :in_prompt], parts, end - start)
-            if self.get_seq_length() >= end:
+            method = self.cache.method
+            if self.get_seq_length() >= end or (method.folds_chunks and in_prompt > method.shortest):
                 self._fold_prompt(call, in_prompt)
         elif self.recording:
             if call.new > 1 and not self.segments and self.prompt_observer is None:
                 self._observe_prompt(call, query, key, parts, None)
                 self._recorded = call
         elif call.new > 1:
-            if self.reopen and self.segments:
+            reopen = self.reopen and not self.cache.method.refolds
+            if reopen and self.segments:
                 key = self._reopen(key, call)
-            self._observe_prompt(call, query, key, parts[:-1] if self.reopen else parts, None)
+            self._observe_prompt(call, query, key, parts[:-1] if reopen else parts, None)
             self.reopen = self._fold_prompt(call, self.tail)
             return
         else:
@@ -403,6 +421,12 @@ class FoldedLayer(CacheLayerMixin):
         self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, parts: list[Part]
     ) -> None:
         block = self.cache.method.block
+        if block and self.cache.method.refolds:
+            if self.tail >= block:
+                view = self._view(call, self.tail, call.real_tokens)
+                view.generated = True
+                self.cache.fold_layer(self, view)
+            return
         if not block or self.tail <= block:
             return
         lse = (
@@ -462,6 +486,7 @@ class FoldedLayer(CacheLayerMixin):
             positions=call.positions[:, :tokens],
             scaling=call.scaling,
             softcap=call.softcap,
+            gates=None if self.gates is None else self.gates[:, :, :tokens],
             layer_idx=self.layer_idx,
             num_layers=self.cache.num_layers,
             rotary=self._rotary(call.module),
@@ -491,9 +516,14 @@ class FoldedLayer(CacheLayerMixin):
         forks share them.
         """
         assert self.keys is not None and self.values is not None
-        self.keys = self.keys[:, :, store.tokens :].clone()
-        self.values = self.values[:, :, store.tokens :].clone()
-        self.folded_tokens += store.tokens
+        again = self.folded_tokens if self.cache.method.refolds else 0
+        new = store.tokens - again
+        self.keys = self.keys[:, :, new:].clone()
+        self.values = self.values[:, :, new:].clone()
+        self.gates = None if self.gates is None else self.gates[:, :, new:].clone()
+        self.folded_tokens += new
+        if again:
+            self.segments = []
         last = self.segments[-1] if self.segments else None
         if generated and last is not None and last.generated and last.rows is None:
             joined = last.store.join(store)
@@ -506,7 +536,7 @@ class FoldedLayer(CacheLayerMixin):
 
     def tail_tensors(self) -> list[torch.Tensor]:
         """Everything live that is not in a store."""
-        named = [self.keys, self.values] + [segment.rows for segment in self.segments]
+        named = [self.keys, self.values, self.gates] + [segment.rows for segment in self.segments]
         named += self.block_observer.tensors()
         named += self.prompt_observer.tensors() if self.prompt_observer is not None else []
         return [tensor for tensor in named if tensor is not None]

@@ -5,11 +5,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 
 from kvfold.stores.base import Expand, Rotary, Store
+
+
+class Gate(Protocol):
+    """Reads what a layer's attention module is given."""
+
+    def __call__(self, inputs: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        """From (batch, tokens, hidden_size) to a number for each token, (batch, kv_heads, tokens) float32."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +33,15 @@ class Needs:
         At most this many queries, spread evenly over the prompt (0: none).
     rotary : bool
         The model's rotary embedding and key bias, when folding and when attending.
+    gates : tuple of Gate
+        Each reads every token, prompt and generated, as it passes a layer.
     """
 
     window: int = 0
     all_queries: bool = False
     sampled: int = 0
     rotary: bool = False
+    gates: tuple[Gate, ...] = ()
 
 
 @dataclass
@@ -65,6 +75,8 @@ class LayerView:
         Mean squared query channel, where queries themselves were not kept (generated tokens).
     sampled, sampled_index : (batch, heads, n, query_dim) and (n,) int64, or None
         Queries spread over the prompt and their logical index in the segment.
+    gates : (batch, kv_heads, tokens, gates) float32 or None
+        What each of `Needs.gates` said of each token.
     layer_idx, num_layers : int
     rotary : Rotary or None
     key_bias : (kv_heads, key_dim) or None
@@ -96,6 +108,7 @@ class LayerView:
     energy: torch.Tensor | None = None
     sampled: torch.Tensor | None = None
     sampled_index: torch.Tensor | None = None
+    gates: torch.Tensor | None = None
     layer_idx: int = 0
     num_layers: int = 1
     rotary: Rotary | None = None
@@ -155,6 +168,19 @@ class Method(ABC):
     def block(self) -> int:
         """Generated tokens folded at a time, one block late; 0 keeps them all exact."""
         return 0
+
+    @property
+    def refolds(self) -> bool:
+        """Whether new tokens are folded together with all before them (`LayerView.previous`), into one store.
+
+        A block of generated tokens is then folded as soon as it is complete, and prompts in pieces are not reopened.
+        """
+        return False
+
+    @property
+    def folds_chunks(self) -> bool:
+        """Whether a prompt that is read in chunks is folded after each of them, so that its whole is never held."""
+        return False
 
     @property
     def calibrated_for(self) -> str | None:
