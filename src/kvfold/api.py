@@ -15,6 +15,7 @@ import torch
 from kvfold.errors import KvfoldError
 from kvfold.hf import bridge
 from kvfold.hf.cache import FoldedCache
+from kvfold.hf.fingerprint import fingerprint
 from kvfold.hf.support import CACHE_KEYWORD, cache_shape, check_supported
 from kvfold.methods.base import Method
 
@@ -53,6 +54,7 @@ def fold(
         Before any work where that is possible; the model is never changed.
     """
     check_supported(model)
+    check_calibration(model, method)
     _check_prompt(input_ids, attention_mask)
     batch, tokens = input_ids.shape
     real = [tokens] * batch if attention_mask is None else attention_mask.sum(-1).tolist()
@@ -61,6 +63,7 @@ def fold(
         if count > method.shortest:
             method.check(count, shape.kv_heads, shape.key_dim, shape.value_dim)
     cache = FoldedCache(method, model.config, prompt_tokens=tokens, progress=progress)
+    cache.watch(model)
     cache.prompt_hash = token_hash(input_ids)
     prefill(model, cache, input_ids, attention_mask, chunk_size)
     return cache
@@ -101,6 +104,16 @@ def prefill(
         raise
     logits: torch.Tensor = output.logits[:, -1]
     return logits
+
+
+def check_calibration(model: Any, method: Method) -> None:
+    """Refuse a method whose calibration is another model's, or cannot be read (KvfoldError)."""
+    wanted = method.calibrated_for
+    if wanted is not None and wanted != fingerprint(model):
+        raise KvfoldError(
+            f"the calibration of {method.name} was measured on another model than this {type(model).__name__}: run"
+            f" kvfold calibrate {method.name} on this one"
+        )
 
 
 def _check_prompt(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> None:
@@ -152,6 +165,7 @@ def attach(model: Any, method: Method) -> Iterator[Folding]:
     ...     model.generate(**inputs)
     """
     check_supported(model)
+    check_calibration(model, method)
     original = model.generate
     had_own = "generate" in vars(model)
     folding = Folding()
@@ -166,6 +180,7 @@ def attach(model: Any, method: Method) -> Iterator[Folding]:
             return original(inputs, *args, **kwargs)
         cache = kwargs[names[0]] if names else FoldedCache(method, model.config)
         mask = kwargs.get("attention_mask")
+        cache.watch(model)
         cache.expect(max(prompt.shape[1], 0 if mask is None else mask.shape[1]))
         if not names:
             kwargs[CACHE_KEYWORD] = cache

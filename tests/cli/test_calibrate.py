@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from kvfold import PublishedRDKV
 from kvfold.errors import KvfoldError
+from kvfold.methods.energies import Energies
 from kvfold.methods.rdkv_published import load_table
 
 
@@ -115,3 +117,62 @@ def test_a_table_for_a_method_without_one(table, kvfold, model_folder, document)
     result = kvfold("fold", document, "--model", model_folder, "--keep", "0.5", "--calibration", table)
     assert result.exit_code == 2
     assert "value_error" in result.stderr
+
+
+# ---- block energies ----
+
+
+@pytest.fixture
+def energies(kvfold, model_folder, document, tmp_path):
+    options = ["--text", document, "--tokens", "200"]
+    result = kvfold("calibrate", "blockgtq", model_folder, *options)
+    assert result.exit_code == 0, result.output
+    assert "energies.safetensors" in result.stdout and "best 4 blocks" in result.stdout
+    return tmp_path / "energies.safetensors"
+
+
+def test_energies_are_written_and_told(energies, kvfold, model_folder, document):
+    written = Energies.load(energies)
+    assert (written.text, written.tokens, written.bias) == ("lamp.txt", 200, "none")
+    options = ["--text", document, "--tokens", "200", "-o", "again.safetensors", "--json"]
+    told = json.loads(kvfold("calibrate", "blockgtq", model_folder, *options).stdout)
+    again = Energies.load(energies.parent / "again.safetensors")
+    assert torch.equal(again.layers[1].key, written.layers[1].key)
+    assert told["fingerprint"] == written.fingerprint and told["tokens"] == 200
+    for layer in told["layers"]:
+        # 2 KV heads of 16 channels: the best 4 of 8 blocks are worth more than half.
+        assert 0.5 < layer["best_4_blocks"] <= 1
+        assert sum(layer["widths"].values()) == 32
+        assert sum(int(width) * channels for width, channels in layer["widths"].items()) == 3 * 32
+
+
+def test_folding_with_energies(energies, kvfold, model_folder, document, tmp_path):
+    options = ["--model", model_folder, "--method", "blockgtq", "--option", "bits=3", "--json"]
+    result = kvfold("fold", document, *options, "--calibration", energies.name, "-o", "doc.kvf")
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    assert told["method"]["calibration"] == str(energies) and told["ledger"]["ratio"] < 0.3
+    # The folded file needs it no more.
+    energies.unlink()
+    assert kvfold("ask", "doc.kvf", "Who lit it?", "--max-new-tokens", "2").exit_code == 0
+
+
+def test_energies_that_do_not_suit(energies, kvfold, model_folder, base_folder, document, tmp_path):
+    (tmp_path / "bad.safetensors").write_text("{}")
+    for model, path, more, message in (
+        (base_folder, energies, [], "another model"),
+        (model_folder, energies, ["--option", "bias=mean"], "bias='none'"),
+        (model_folder, "bad.safetensors", [], "no file of block energies"),
+        (model_folder, "missing.safetensors", [], "cannot be read"),
+    ):
+        options = ["--model", model, "--method", "blockgtq", *more, "--calibration", path, "-o", "doc.kvf"]
+        result = kvfold("fold", document, *options)
+        assert result.exit_code == 2 and message in result.stderr, result.output
+        assert "Traceback" not in result.stderr and not (tmp_path / "doc.kvf").exists()
+    for arguments, message in (
+        (["blockgtq", model_folder, "--text", document, "--key-group", "4"], "--key-group is not for"),
+        (["rdkv", model_folder, "--text", document, "--bias", "out"], "--bias is not for"),
+        (["blockgtq", model_folder, "--text", document, "--bias", "off"], "choose from out, mean, in"),
+    ):
+        result = kvfold("calibrate", *arguments)
+        assert result.exit_code == 2 and message in result.stderr, result.output

@@ -56,7 +56,7 @@ for _command, _example in (
     (chat_command, "report.kvf"),
     (inspect_command, "report.kvf --png heat.png"),
     (methods_command, "--json"),
-    (calibrate_command, "rdkv demo --text novel.txt -o table.json"),
+    (calibrate_command, "blockgtq demo --text novel.txt -o energies.safetensors"),
     (report_command, "results/ -o report.html"),
     (eval_command, "-m demo --method rdkv --method snapkv:bits=4 --keep 0.25,0.1 --task needle -o results"),
     (doctor_command, ""),

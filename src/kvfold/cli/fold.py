@@ -50,7 +50,7 @@ def fold(
     calibration: Annotated[
         str | None,
         typer.Option(
-            "--calibration", metavar="FILE", help="Tables from `kvfold calibrate`, for rdkv-published."
+            "--calibration", metavar="FILE", help="From `kvfold calibrate`, for rdkv-published or blockgtq."
         ),
     ] = None,
     chunk_size: Annotated[
@@ -76,10 +76,9 @@ def fold(
 
     given: dict[str, Any] = {"keep": keep, "bits_per_element": bits_per_element, "tokens": tokens}
     if calibration is not None:
-        from kvfold.methods.rdkv_published import load_table
-
-        given |= load_table(Path(calibration).expanduser())
+        given |= calibrated(method, calibration)
     chosen = build_method(method, given, option or [])
+    _ = chosen.calibrated_for  # raises where its file is no calibration
 
     from kvfold.artifact import save
     from kvfold.cli.models import load_model
@@ -116,6 +115,15 @@ def fold(
     out.print(console.ledger_table(ledger, f"{name}: {ledger['tokens']} tokens in {seconds:.1f} s"))
     ratio = f"{ledger['full_bytes'] / ledger['total']:.1f} times smaller" if ledger["total"] else "empty"
     out.print(f"saved {path} ({console.megabytes(ledger['total'])} in memory, {ratio})", soft_wrap=True)
+
+
+def calibrated(method: str, path: str) -> dict[str, Any]:
+    """Options of a method that is to use a file of `kvfold calibrate`."""
+    from kvfold.methods.rdkv_published import load_table
+
+    if method == "blockgtq":
+        return {"calibration": absolute(path)}
+    return dict(load_table(Path(path).expanduser()))
 
 
 def fold_document(

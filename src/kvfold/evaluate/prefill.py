@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from kvfold.api import prefill, token_hash
+from kvfold.api import check_calibration, prefill, token_hash
 from kvfold.hf.cache import FoldedCache
 from kvfold.hf.layer import FoldedLayer
 from kvfold.hf.support import CACHE_KEYWORD, check_supported
@@ -69,6 +69,8 @@ class Prefill:
         attention_mask: torch.Tensor | None = None,
     ):
         check_supported(model)
+        for method in methods:
+            check_calibration(model, method)
         self.model, self.tokens = model, input_ids.shape[1]
         needs = [method.needs for method in methods]
         sampled = {need.sampled for need in needs if need.sampled}

@@ -196,6 +196,31 @@ def _layers(tensors: Mapping[str, Tensor]) -> dict[int, Energy]:
     return layers
 
 
+@dataclass(frozen=True)
+class Found:
+    """A layer's running means.
+
+    Attributes
+    ----------
+    mean : Energy
+    tokens : int
+        How many the means are over.
+    biased : bool
+        Whether the model adds a bias to its keys.
+    """
+
+    mean: Energy
+    tokens: int
+    biased: bool
+
+    def after(self, before: Found) -> Found:
+        """Both together."""
+        tokens = before.tokens + self.tokens
+        share, old, new = self.tokens / tokens, before.mean, self.mean
+        mean = Energy(old.query.lerp(new.query, share), old.key.lerp(new.key, share), new.partner)
+        return Found(mean, tokens, before.biased or self.biased)
+
+
 @dataclass(frozen=True, kw_only=True)
 class EnergyObserver(Method):
     """Measures instead of folding: every query of each prompt, layer by layer, into running sums.
@@ -213,8 +238,7 @@ class EnergyObserver(Method):
 
     bias: KeyBias = "out"
     window: int = 2048
-    found: dict[int, tuple[Energy, int, bool]] = field(default_factory=dict, compare=False)
-    """By layer: means so far, of how many tokens, and whether something was taken from the keys"""
+    found: dict[int, Found] = field(default_factory=dict, compare=False)
 
     @property
     def needs(self) -> Needs:
@@ -229,9 +253,7 @@ class EnergyObserver(Method):
             keys, constant = view.keys.float(), key_constant(view, self.bias)
             if constant is not None:
                 keys = without_constant(keys, constant, view.rotary, shifts_of(view.positions))
-            new, count = Energy.of(view, keys), sum(view.real_tokens)
-            old, before, _ = self.found.get(view.layer_idx, (new, 0, False))
-            share = count / (before + count)
-            mean = Energy(old.query.lerp(new.query, share), old.key.lerp(new.key, share), new.partner)
-            self.found[view.layer_idx] = mean, before + count, constant is not None
+            new = Found(Energy.of(view, keys), sum(view.real_tokens), view.key_bias is not None)
+            before = self.found.get(view.layer_idx)
+            self.found[view.layer_idx] = new if before is None else new.after(before)
         return Full().fold(views)
