@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvfold.codecs.codebook import decode, encode, gaussian_levels, sphere_levels
+from kvfold.codecs.codebook import decode, encode, gaussian_levels, integer_levels, integers, sphere_levels
 
 
 def unit_vectors(count, dim):
@@ -99,3 +99,24 @@ def test_same_codes_on_a_gpu():
     codes = encode(x.cuda(), levels.cuda())
     assert torch.equal(codes.cpu(), encode(x, levels))
     assert torch.equal(decode(codes, levels.cuda()).cpu(), decode(codes.cpu(), levels))
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("dim", [2, 4, 16, 128, None])
+def test_integer_levels_cost_nothing(bits, dim):
+    levels, whole = integer_levels(bits, dim), integers(bits, dim)
+    assert torch.equal(whole, -whole.flip(0)) and (levels.diff() > 0).all()
+    assert torch.allclose(levels / levels[-1], whole / whole[-1], atol=1e-6)
+    if bits < 8:
+        assert whole[-1] == 63 and torch.equal(whole, whole.round())
+    else:
+        assert torch.equal(whole + 127.5, torch.arange(256.0))
+    exact = gaussian_levels(bits) if dim is None else sphere_levels(bits, dim)
+    x = torch.randn(20_000, 1) if dim is None else unit_vectors(40_000 // dim, dim)
+    assert error(x, levels) < (2.3 if bits == 8 else 1.025) * error(x, exact)
+
+
+def test_widths_without_integer_levels():
+    assert torch.equal(integer_levels(6, 64), sphere_levels(6, 64))
+    with pytest.raises(ValueError, match="integer levels"):
+        integers(6)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvfold.codecs.codebook import gaussian_levels, sphere_levels
+from kvfold.codecs.codebook import integer_levels
 from kvfold.codecs.packing import packed_bytes
 from kvfold.codecs.rotated import RotatedCode
 from kvfold.codecs.rotation import haar, hadamard
@@ -33,7 +33,7 @@ def test_against_the_algorithm_written_out(rotation, keep_norm, bits, dim):
     code = RotatedCode(((bits, dim),), rotation=rotation, keep_norm=keep_norm, seed=3)
     found = round_trip(code, x).double().numpy()
     matrix = (hadamard if rotation == "hadamard" else haar)(dim, 3).double().numpy()
-    levels = sphere_levels(bits, dim).double().numpy()
+    levels = integer_levels(bits, dim).double().numpy()
     for one, expected in zip(x.double().numpy(), found, strict=True):
         assert np.allclose(slow(one, matrix, levels, keep_norm), expected, atol=1e-4 * np.abs(one).max())
 
@@ -55,7 +55,7 @@ def test_the_sketch_against_the_algorithm_written_out():
     matrix = haar(dim, 0).double().numpy()
     generator = torch.Generator().manual_seed(7919)
     gaussian = torch.randn(dim, dim, dtype=torch.float64, generator=generator).numpy()
-    levels = sphere_levels(2, dim).double().numpy()
+    levels = integer_levels(2, dim).double().numpy()
     for one, found, (_, lost_norm) in zip(
         x.double().numpy(),
         code.restore(code.decode(codes, scales)).numpy(),
@@ -100,7 +100,7 @@ def test_groups_are_codes_of_their_own(norms):
         else:
             # A fixed share of the whole norm, and levels for the Gaussian that this makes of each coordinate.
             share = x.norm(dim=-1, keepdim=True) * (channels / 48) ** 0.5
-            book = gaussian_levels(width) / channels**0.5
+            book = integer_levels(width) / channels**0.5
             matrix = hadamard(channels, index)
             y = part @ matrix.T / share
             nearest = (y[..., None] - book).abs().argmin(-1)

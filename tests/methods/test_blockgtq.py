@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvfold import fold
-from kvfold.codecs.codebook import gaussian_levels, sphere_levels
+from kvfold.codecs.codebook import integer_levels
 from kvfold.codecs.rotation import hadamard
 from kvfold.errors import BudgetError, KvfoldError
 from kvfold.hf.bias import key_bias_of
@@ -50,7 +50,7 @@ def stepwise(one, row, head, bits, score, norms):
             turn = hadamard(len(index), g).double().numpy()
             own = norms == "group" or len(distinct) == 1
             levels = (
-                sphere_levels(width, len(index)) if own else gaussian_levels(width) / len(index) ** 0.5
+                integer_levels(width, len(index)) if own else integer_levels(width) / len(index) ** 0.5
             ).numpy()
             length = np.linalg.norm(key[index]) if norms == "group" else np.linalg.norm(key) * shares[g]
             found = np.array([levels[np.abs(levels - y).argmin()] for y in turn @ key[index] / length])

@@ -75,6 +75,65 @@ def sphere_levels(bits: int, dim: int) -> Tensor:
     return torch.tensor(_sphere(bits, dim), dtype=torch.float32)
 
 
+def integers(bits: int, dim: int | None = None) -> Tensor:
+    """Levels of `integer_levels` without their unit.
+
+    Parameters
+    ----------
+    bits : int
+        1 to 4, or 8.
+    dim : int, optional
+        As for `integer_levels`.
+
+    Returns
+    -------
+    Tensor (2 ** bits,) float32
+        Whole numbers from -63 to 63; for 8 bits the code less 127.5.
+
+    Raises
+    ------
+    ValueError
+        For other widths, whose levels lie too densely for whole numbers of 8 bits.
+    """
+    if bits == 8:
+        return torch.arange(256) - 127.5
+    if bits not in range(1, 5):
+        raise ValueError(f"codes of 1 to 4 and of 8 bits have integer levels, not of {bits!r}")
+    levels = _density(bits, dim)
+    return torch.tensor(np.round(levels / levels[-1] * 63), dtype=torch.float32)
+
+
+def integer_levels(bits: int, dim: int | None = None) -> Tensor:
+    """Levels that are whole multiples of a unit where that costs nothing, so that a GPU multiplies them in 8 bits.
+
+    Up to 4 bits the Lloyd-Max levels, rounded to 63rds of the largest: the squared error grows by 2 % at most. For 8 bits
+    uniform steps: up to twice the error, which is half a bit, where there is least use for it. Between, Lloyd-Max levels
+    as they are.
+
+    Parameters
+    ----------
+    bits : int
+        Width of a code, 1 to 8.
+    dim : int, optional
+        Dimensions of the unit vector that a coordinate is of, at least 2; N(0, 1) if not given.
+
+    Returns
+    -------
+    Tensor (2 ** bits,) float32
+        Ascending and symmetric, on the CPU.
+
+    Raises
+    ------
+    ValueError
+        As `gaussian_levels` and `sphere_levels`.
+    """
+    exact = gaussian_levels(bits) if dim is None else sphere_levels(bits, dim)
+    if bits in (5, 6, 7):
+        return exact
+    whole = integers(bits, dim)
+    return whole * (_uniform_step(bits, dim) if bits == 8 else exact[-1] / 63)
+
+
 def encode(x: Tensor, levels: Tensor) -> Tensor:
     """Index of the nearest level of each element.
 
@@ -117,19 +176,49 @@ def _check_bits(bits: int) -> None:
         raise ValueError(f"bits must be an integer from 1 to 8, got {bits!r}.")
 
 
+def _density(bits: int, dim: int | None) -> _Array:
+    """The Lloyd-Max levels of a coordinate."""
+    return _gaussian(bits) if dim is None else _sphere(bits, dim)
+
+
 @cache
 def _gaussian(bits: int) -> _Array:
-    # Beyond 12 standard deviations the mass is below float64's resolution of 1.
-    u = np.linspace(0.0, 12.0, _GRID)
-    return _lloyd_max(bits, u, u, np.exp(-u * u / 2), lambda x: x)
+    u, x, density = _gaussian_grid()
+    return _lloyd_max(bits, u, x, density, lambda x: x)
 
 
 @cache
 def _sphere(bits: int, dim: int) -> _Array:
+    return _lloyd_max(bits, *_sphere_grid(dim), np.arcsin)
+
+
+def _gaussian_grid() -> tuple[_Array, _Array, _Array]:
+    """Right half of a density on a grid: u, x(u), density per unit of u."""
+    # Beyond 12 standard deviations the mass is below float64's resolution of 1.
+    u = np.linspace(0.0, 12.0, _GRID)
+    return u, u, np.exp(-u * u / 2)
+
+
+def _sphere_grid(dim: int) -> tuple[_Array, _Array, _Array]:
     # With x = sin(u) the density is cos(u)^(dim - 2): smooth even for dim 2, whose density in x is infinite
     # at 1.
     u = np.linspace(0.0, min(np.pi / 2, 12.0 / np.sqrt(dim)), _GRID)
-    return _lloyd_max(bits, u, np.sin(u), np.cos(u) ** (dim - 2), np.arcsin)
+    return u, np.sin(u), np.cos(u) ** (dim - 2)
+
+
+@cache
+def _uniform_step(bits: int, dim: int | None) -> float:
+    """Step between levels (code - half) of the least squared error."""
+    _, x, density = _gaussian_grid() if dim is None else _sphere_grid(dim)
+    x, density = x[::32], density[::32]
+    cells, largest = 1 << (bits - 1), float(_density(bits, dim)[-1])
+
+    def error(step: float) -> float:
+        level = (np.minimum(np.floor(x / step), cells - 1) + 0.5) * step
+        return float((density * (x - level) ** 2).sum())
+
+    steps = np.linspace(0.5, 1.1, 121) * largest / (cells - 0.5)
+    return float(min(steps, key=error))
 
 
 def _lloyd_max(

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvfold.codecs.codebook import decode, encode, gaussian_levels, sphere_levels
+from kvfold.codecs.codebook import decode, encode, integer_levels
 from kvfold.codecs.packing import pack, packed_bytes, unpack
 from kvfold.codecs.rotation import haar, hadamard
 
@@ -226,5 +226,5 @@ def _gaussian(dim: int, seed: int, device: torch.device) -> Tensor:
 
 @cache
 def _book(width: int, channels: int, on_sphere: bool, device: torch.device) -> Tensor:
-    levels = sphere_levels(width, channels) if on_sphere else gaussian_levels(width) / math.sqrt(channels)
+    levels = integer_levels(width, channels) if on_sphere else integer_levels(width) / math.sqrt(channels)
     return levels.to(device)
