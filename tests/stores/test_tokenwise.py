@@ -46,11 +46,13 @@ CODES = {
 }
 
 
-def rotated(name, seed=0, tokens=TOKENS, padding=True, mean=True):
-    keys, values = states(seed=seed, tokens=tokens)
+def rotated(name, seed=0, tokens=TOKENS, padding=True, mean=True, sinks=0, norm_bits=16, size=1.0):
+    keys, values = (x * size for x in states(seed=seed, tokens=tokens))
     valid, real = padded() if padding else (None, (tokens,) * ROWS)
     value = RotatedCode(((4, VALUE),))
-    layout = RotatedLayout(tokens, real, (5, 0, -9), HEADS, KEY, VALUE, CODES[name], (value,) * 2, True)
+    layout = RotatedLayout(
+        tokens, real, (5, 0, -9), HEADS, KEY, VALUE, CODES[name], (value,) * 2, True, sinks, norm_bits
+    )
     extra = {"valid": valid} if padding else {}
     if mean:
         extra["key_mean"] = torch.full((ROWS, HEADS, KEY), 2.0, dtype=torch.float16)
@@ -77,6 +79,42 @@ def test_affine(bits, group):
 def test_rotated(name):
     store, *_ = rotated(name)
     assert_behaves(store, Turn())
+
+
+@pytest.mark.parametrize("name", CODES)
+@pytest.mark.parametrize("norm_bits", [8, 16])
+def test_sinks_are_exact(name, norm_bits, monkeypatch):
+    store, keys, values = rotated(name, sinks=4, norm_bits=norm_bits)
+    monkeypatch.setattr(RotatedStore, "block", 14)
+    assert_behaves(store, Turn())
+    plain = rotated(name, norm_bits=norm_bits)[0]
+    for row, count in enumerate(store.real_tokens):
+        first, count = TOKENS - count, min(count, 4)
+        kept, coded = store.kept(row, 1, Turn()), plain.kept(row, 1, Turn())
+        own = slice(first, first + count)
+        assert torch.allclose(kept.keys[:count], keys[row, 1, own], rtol=1e-3, atol=1e-3)
+        assert torch.allclose(kept.values[:count], values[row, 1, own], rtol=1e-3, atol=1e-3)
+        assert torch.equal(kept.keys[count:], coded.keys[count:])
+        assert not torch.allclose(kept.keys[:count], coded.keys[:count], rtol=1e-3, atol=1e-3)
+    short = store.crop(TOKENS - store.real_tokens[0] + 2)
+    assert_attends(short, Turn())
+    extra = ROWS * HEADS * 4 * (KEY + VALUE) * 2
+    assert store.nbytes == plain.nbytes + extra
+
+
+def test_norms_as_logarithms():
+    """Half the bytes, within a 32nd of an octave, whatever their size."""
+    full, half = rotated("groups", mean=False)[0], rotated("groups", mean=False, norm_bits=8)[0]
+    for name in ("key", "value"):
+        norms, codes = full.buffers[f"{name}_norms"], half.buffers[f"{name}_norms"]
+        assert codes.dtype == torch.uint8 and codes.shape == norms.shape
+        told = torch.exp2((codes.double() - 128) / 16) * half.buffers[f"{name}_units"][:, None]
+        assert float((told / norms).log2().abs().max()) < 1 / 32 + 1e-3
+    big = rotated("groups", mean=False, norm_bits=8, size=1e12)[0].kept(0, 0)
+    same = torch.isclose(big.keys / 1e12, half.kept(0, 0).keys, rtol=1e-3)
+    assert same.double().mean() > 0.95  # but for what lies between two levels or steps
+    zero = rotated("groups", mean=False, norm_bits=8, size=0.0)[0].kept(0, 0)
+    assert bool((zero.keys == 0).all() & (zero.values == 0).all())
 
 
 def test_blocks_of_tokens_and_of_queries(monkeypatch):

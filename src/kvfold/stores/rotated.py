@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from kvfold.codecs import logarithm
 from kvfold.codecs.rotated import RotatedCode, stored_norms
 from kvfold.kernels.position_bias import position_logits, turned_rows
+from kvfold.kernels.reference import Part, soft_cap, softmax_part
 from kvfold.kernels.rotated_encode import encode_heads
 from kvfold.stores.base import AttendContext, Rotary
 from kvfold.stores.tokenwise import TokenwiseLayout, TokenwiseStore, rotary_for
@@ -27,11 +29,17 @@ class RotatedLayout(TokenwiseLayout):
         One for each KV head.
     turned : bool
         RoPE turns "key_mean" to each token's position; otherwise it is the same everywhere.
+    sinks : int
+        First real tokens of each row that are there exactly too, and attended to instead of their codes.
+    norm_bits : int
+        16, or 8 for norms as logarithms.
     """
 
     keys: tuple[RotatedCode, ...] = field(default=())
     values: tuple[RotatedCode, ...] = field(default=())
     turned: bool = False
+    sinks: int = 0
+    norm_bits: Literal[8, 16] = 16
 
 
 class RotatedStore(TokenwiseStore):
@@ -42,7 +50,9 @@ class RotatedStore(TokenwiseStore):
     layout : RotatedLayout
     buffers : mapping of str to Tensor
         "key_codes" and "value_codes" (rows, tokens, bytes of all heads) uint8; "key_norms" and "value_norms" (rows,
-        tokens, norms of all heads). Optional constants: "key_mean" (rows, kv_heads, key_dim), which was taken from keys
+        tokens, norms of all heads). With norms as logarithms also "key_units" and "value_units" (rows, norms of all heads)
+        float32, and with sinks "key_sinks" and "value_sinks" (rows, kv_heads, sinks, key_dim | value_dim). Optional
+        constants: "key_mean" (rows, kv_heads, key_dim), which was taken from keys
         before coding, turned by RoPE to each token's position where the layout says so; "key_order" (rows, kv_heads,
         key_dim) uint8, the channels in the order in which `layout.keys` groups them; "key_shares" (rows, kv_heads,
         groups), each group's share of a key's norm.
@@ -57,6 +67,10 @@ class RotatedStore(TokenwiseStore):
         "key_mean": "means",
         "key_order": "order",
         "key_shares": "norms",
+        "key_units": "norms",
+        "value_units": "norms",
+        "key_sinks": "fp16 rows",
+        "value_sinks": "fp16 rows",
         "valid": "positions",
     }
     per_token = frozenset({"key_codes", "value_codes", "key_norms", "value_norms"})
@@ -77,30 +91,36 @@ class RotatedStore(TokenwiseStore):
         keys, values : (rows, kv_heads, tokens, key_dim | value_dim)
         layout : RotatedLayout
         extra : mapping of str to Tensor
-            The optional buffers.
+            The optional buffers; also the units of norms, where they are to be those of an earlier segment.
         rotary : Rotary or None
             Needed if the mean is turned.
         """
+        buffers = {**extra, **_exact_sinks(keys, values, layout)}
         rotary = rotary_for(layout.turned, rotary)
         if "key_mean" in extra:
             keys = without_constant(keys.float(), extra["key_mean"], rotary, layout.shifts)
-        buffers = dict(extra)
         for name, x, codes in (("key", keys, layout.keys), ("value", values, layout.values)):
             order = extra.get(f"{name}_order")
             done = encode_heads(x, codes, extra.get(f"{name}_shares"), order)
-            if done is not None:
-                buffers[f"{name}_codes"], buffers[f"{name}_norms"] = done[0], stored_norms(done[1])
-                continue
-            if order is not None:
-                x = x.gather(-1, order.long()[:, :, None].expand_as(x))
-            coded = []
-            for heads, code in _runs(codes):
-                shares = extra[f"{name}_shares"][:, None, heads] if f"{name}_shares" in extra else None
-                coded.append([part.flatten(2) for part in code.encode(x[:, heads].transpose(1, 2), shares)])
-            buffers[f"{name}_codes"] = torch.cat([part[0] for part in coded], -1)
-            norms = [part[1] for part in coded]
-            wide = any(part.dtype == torch.bfloat16 for part in norms)
-            buffers[f"{name}_norms"] = torch.cat([part.bfloat16() if wide else part for part in norms], -1)
+            if done is None:
+                if order is not None:
+                    x = x.gather(-1, order.long()[:, :, None].expand_as(x))
+                coded = []
+                for heads, code in _runs(codes):
+                    shares = extra[f"{name}_shares"][:, None, heads] if f"{name}_shares" in extra else None
+                    coded.append(
+                        [part.flatten(2) for part in code.encode(x[:, heads].transpose(1, 2), shares)]
+                    )
+                done = (
+                    torch.cat([part[0] for part in coded], -1),
+                    torch.cat([part[1].float() for part in coded], -1),
+                )
+            buffers[f"{name}_codes"], norms = done
+            if layout.norm_bits == 8:
+                unit = buffers.setdefault(f"{name}_units", logarithm.unit_of(norms))
+                buffers[f"{name}_norms"] = logarithm.encode(norms, unit[:, None])
+            else:
+                buffers[f"{name}_norms"] = stored_norms(norms)
         return cls(layout, buffers)
 
     # ---- blocks of tokens ----
@@ -109,6 +129,8 @@ class RotatedStore(TokenwiseStore):
         """Rotated coordinates (heads, n, coded_dim) of some tokens; heads with a sketch have all of them one."""
         result, byte, norm = [], 0, 0
         packed, norms = self.buffers[f"{name}_codes"][row, span], self.buffers[f"{name}_norms"][row, span]
+        if self.layout.norm_bits == 8:
+            norms = logarithm.decode(norms, self.buffers[f"{name}_units"][row])
         for heads, code in _runs(codes):
             count = heads.stop - heads.start
             shares = self.buffers[f"{name}_shares"][row, heads] if f"{name}_shares" in self.buffers else None
@@ -141,6 +163,24 @@ class RotatedStore(TokenwiseStore):
             return (query @ mean[..., None]).expand(-1, -1, self.tokens)
         return position_logits(query, mean, rotary, self.tokens, self.layout.shifts[row])
 
+    def _sinks(self, row: int) -> tuple[int, int]:
+        """First token that is there exactly, and the one after the last."""
+        first = self.tokens - self.real_tokens[row]
+        return first, first + min(self.layout.sinks, self.real_tokens[row])
+
+    def _parts(self, row: int, query: Tensor, valid: Tensor | None, context: AttendContext) -> list[Part]:
+        if not self.layout.sinks:
+            return super()._parts(row, query, valid, context)
+        first, stop = self._sinks(row)
+        index = torch.arange(self.tokens, device=query.device)
+        coded = (index < first) | (index >= stop)
+        parts = super()._parts(row, query, coded if valid is None else valid & coded, context)
+        keys, values = (
+            self.buffers[name][row, :, : stop - first].float() for name in ("key_sinks", "value_sinks")
+        )
+        values = torch.cat([code.rotate(values[heads]) for heads, code in _runs(self.layout.values)])
+        return [*parts, softmax_part(soft_cap(query @ keys.transpose(1, 2), context.softcap), values)]
+
     def decode(self, row: int, span: slice, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
         coded = self.coded_keys(row, span)
         keys = torch.cat([code.restore(coded[heads]) for heads, code in _runs(self.layout.keys)])
@@ -151,7 +191,14 @@ class RotatedStore(TokenwiseStore):
             mean, shift = self.buffers["key_mean"][row], self.layout.shifts[row]
             rotary = rotary_for(self.layout.turned, rotary)
             keys = keys + _turned(mean, rotary, span.stop - span.start, shift + span.start)
-        return keys, self.value_from_basis(row, self.coded_values(row, span))
+        values = self.value_from_basis(row, self.coded_values(row, span))
+        first, stop = self._sinks(row)
+        inside = slice(max(first, span.start), min(stop, span.stop))
+        if inside.start < inside.stop:
+            to, taken = (slice(inside.start - at, inside.stop - at) for at in (span.start, first))
+            keys[:, to] = self.buffers["key_sinks"][row, :, taken].float()
+            values[:, to] = self.buffers["value_sinks"][row, :, taken].float()
+        return keys, values
 
     # ---- content ----
 
@@ -189,6 +236,21 @@ def _runs(codes: tuple[RotatedCode, ...]) -> Iterator[tuple[slice, RotatedCode]]
         stop = start + len(list(same))
         yield slice(start, stop), code
         start = stop
+
+
+def _exact_sinks(keys: Tensor, values: Tensor, layout: RotatedLayout) -> dict[str, Tensor]:
+    """The first real tokens of each row in 16 bits; rows of fewer repeat their last one."""
+    if not layout.sinks:
+        return {}
+    first = layout.tokens - torch.tensor(layout.real_tokens)
+    index = (first[:, None] + torch.arange(layout.sinks)).clamp_max(layout.tokens - 1).to(keys.device)
+    found = {}
+    for name, x in (("key_sinks", keys), ("value_sinks", values)):
+        exact = x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[-1]))
+        wide = exact.dtype == torch.float32 and float(exact.abs().max()) > torch.finfo(torch.float16).max
+        dtype = torch.bfloat16 if wide else torch.float16 if exact.dtype == torch.float32 else exact.dtype
+        found[name] = exact.to(dtype)
+    return found
 
 
 def without_constant(keys: Tensor, mean: Tensor, rotary: Rotary | None, shifts: Sequence[int]) -> Tensor:
