@@ -26,11 +26,15 @@ def choices(blocks, least, most):
 @given(st.lists(scores, min_size=1, max_size=5), st.integers(0, 14), st.integers(1, 2), st.integers(2, 4))
 def test_greedy_is_the_optimum_and_spends_all(one, extra, least, most):
     total = len(one) * least + extra
-    (found,) = allocate_blocks(torch.tensor([one]), torch.tensor([total]), least=least, most=most).tolist()
+    (found,) = allocate_blocks(
+        torch.tensor([one]), torch.tensor([total]), widths=range(least, most + 1)
+    ).tolist()
     assert sum(found) == min(total, most * len(one))
     best = min(loss(one, c) for c in choices(len(one), least, most) if sum(c) <= total)
     assert loss(one, found) <= best * (1 + 1e-9)
-    more = allocate_blocks(torch.tensor([one]), torch.tensor([total + 1]), least=least, most=most)[0].tolist()
+    more = allocate_blocks(torch.tensor([one]), torch.tensor([total + 1]), widths=range(least, most + 1))[
+        0
+    ].tolist()
     assert all(a <= b for a, b in zip(found, more, strict=True))
     assert all(found[i] >= found[j] for i, j in itertools.permutations(range(len(one)), 2) if one[i] > one[j])
 
@@ -55,7 +59,7 @@ def test_heads_may_share(values, total):
 def test_few_widths_are_the_optimum_of_their_kind(one, extra, distinct, cost):
     total = len(one) + cost + extra
     (found,) = allocate_blocks(
-        torch.tensor([one]), torch.tensor([total]), most=5, most_widths=distinct, width_cost=cost
+        torch.tensor([one]), torch.tensor([total]), widths=range(1, 6), most_widths=distinct, width_cost=cost
     ).tolist()
 
     def spent(widths):
@@ -66,10 +70,22 @@ def test_few_widths_are_the_optimum_of_their_kind(one, extra, distinct, cost):
     assert loss(one, found) <= best * (1 + 1e-9)
 
 
+@settings(deadline=None, max_examples=40)
+@given(st.lists(scores, min_size=1, max_size=4), st.integers(0, 20), st.sets(st.integers(1, 8), min_size=1))
+def test_some_widths_only(one, extra, widths):
+    total = len(one) * min(widths) + extra
+    (found,) = allocate_blocks(torch.tensor([one]), torch.tensor([total]), widths=sorted(widths)).tolist()
+    assert set(found) <= widths and sum(found) <= total
+    best = min(loss(one, c) for c in itertools.product(widths, repeat=len(one)) if sum(c) <= total)
+    assert loss(one, found) <= best * (1 + 1e-9)
+
+
 @settings(deadline=None, max_examples=30)
 @given(st.lists(scores, min_size=4, max_size=4), st.integers(4, 20))
 def test_tiles_are_the_optimum_of_their_kind(one, total):
-    (found,) = allocate_blocks(torch.tensor([one]), torch.tensor([total]), most=5, tile=2).tolist()
+    (found,) = allocate_blocks(
+        torch.tensor([one]), torch.tensor([total]), widths=range(1, 6), tile=2
+    ).tolist()
     assert sum(found) <= total
     pairs = [c for c in choices(4, 1, 5) if all(c.count(width) % 2 == 0 for width in c)]
     best = min(loss(one, c) for c in pairs if sum(c) <= total)
@@ -98,7 +114,7 @@ def test_shared_bits_pay_for_widths_too():
 
 def test_ties_go_to_the_lowest_index():
     assert allocate_blocks(torch.ones(1, 4), torch.tensor([6])).tolist() == [[2, 2, 1, 1]]
-    assert allocate_blocks(torch.zeros(1, 3), torch.tensor([5]), most=2).tolist() == [[2, 2, 1]]
+    assert allocate_blocks(torch.zeros(1, 3), torch.tensor([5]), widths=(1, 2)).tolist() == [[2, 2, 1]]
     assert allocate_blocks(torch.ones(1, 4), torch.tensor([6]), most_widths=2).tolist() == [[2, 2, 1, 1]]
 
 
@@ -110,7 +126,8 @@ def test_ties_go_to_the_lowest_index():
         ([[1.0, -1.0]], 4, {}, "negative"),
         ([[1.0, float("nan")]], 4, {}, "finite"),
         ([[1.0, 1.0, 1.0]], 6, {"tile": 2}, "tiles of 2 must divide 3"),
-        ([[1.0]], 6, {"least": 3, "most": 2}, "least <= most"),
+        ([[1.0]], 6, {"widths": ()}, "widths be positive"),
+        ([[1.0]], 6, {"widths": (0, 2)}, "widths be positive"),
     ],
 )
 def test_bad_input(table, total, options, message):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import combinations, combinations_with_replacement
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -11,8 +14,7 @@ def allocate_blocks(
     scores: Tensor,
     total: Tensor,
     *,
-    least: int = 1,
-    most: int = 8,
+    widths: Sequence[int] = range(1, 9),
     shared: bool = False,
     most_widths: int | None = None,
     width_cost: int = 0,
@@ -26,13 +28,13 @@ def allocate_blocks(
         Not negative.
     total : (heads,) int64
         Bits for the blocks of each head: the sum of their widths, and of `width_cost` where that is given.
-    least, most : int
-        Narrowest and widest width.
+    widths : sequence of int
+        What a width may be.
     shared : bool
         Heads share their bits: those of the largest scores get most. Where widths are limited too, each head's sum is what
         sharing gives it without that limit.
     most_widths : int, optional
-        Distinct widths of a head at most.
+        Distinct widths of a head at most (4, where not all widths are allowed or they cost, if not given).
     width_cost : int
         Bits that each distinct width of a head costs.
     tile : int
@@ -57,10 +59,11 @@ def allocate_blocks(
     heads, blocks = scores.shape
     if not bool((torch.isfinite(scores) & (scores >= 0)).all()):
         raise ValueError("scores must be finite and not negative")
-    if not 1 <= least <= most or blocks % tile or tile < 1:
-        raise ValueError(
-            f"tiles of {tile} must divide {blocks} blocks, and 1 <= least <= most (got {least}, {most})"
-        )
+    kinds = sorted(set(widths))
+    if not kinds or kinds[0] < 1 or blocks % tile or tile < 1:
+        raise ValueError(f"tiles of {tile} must divide {blocks} blocks, and widths be positive (got {kinds})")
+    least, most = kinds[0], kinds[-1]
+    gaps = len(kinds) <= most - least
     cost = -(-width_cost // tile)
     smallest = blocks * least + cost * tile
     if bool((total < smallest).any()):
@@ -70,16 +73,16 @@ def allocate_blocks(
     budget = total.div(tile, rounding_mode="floor")
     if shared:
         together = int(total.sum()) // tile - heads * cost
-        widths = greedy(tiles.flatten(), together, least, most).view_as(tiles)
-        budget = widths.sum(1) + cost
-    elif most_widths is None and not width_cost:
-        widths = torch.stack(
+        found = greedy(tiles.flatten(), together, least, most).view_as(tiles)
+        budget = found.sum(1) + cost
+    elif most_widths is None and not width_cost and not gaps:
+        found = torch.stack(
             [greedy(one, count, least, most) for one, count in zip(tiles, budget.tolist(), strict=True)]
         )
-    if most_widths is not None or width_cost:
-        distinct = min(most_widths or most, most - least + 1, tiles.shape[1])
-        widths = _few_widths(tiles, budget, cost, distinct, least, most)
-    return torch.empty_like(order).scatter_(1, order, widths.repeat_interleave(tile, 1))
+    if most_widths is not None or width_cost or gaps:
+        distinct = min(most_widths or 4, len(kinds), tiles.shape[1])
+        found = _few_widths(tiles, budget, cost, distinct, kinds)
+    return torch.empty_like(order).scatter_(1, order, found.repeat_interleave(tile, 1))
 
 
 def greedy(scores: Tensor, total: int, least: int, most: int) -> Tensor:
@@ -94,50 +97,36 @@ def greedy(scores: Tensor, total: int, least: int, most: int) -> Tensor:
     return widths.index_add_(0, chosen // max(most - least, 1), torch.ones_like(chosen))
 
 
-def _few_widths(scores: Tensor, total: Tensor, cost: int, distinct: int, least: int, most: int) -> Tensor:
-    """The best widths of at most `distinct` kinds, each of which costs; scores (heads, blocks) in descending order.
+def _few_widths(scores: Tensor, total: Tensor, cost: int, distinct: int, kinds: Sequence[int]) -> Tensor:
+    """The best of `kinds` of widths, at most `distinct` of them, each of which costs; scores (heads, blocks) descending.
 
-    A larger score never gets a narrower width, so that widths fall along the blocks: a shortest path over (block, widths
-    used, width, bits spent), for all heads at once.
+    A larger score never gets a narrower width, so that widths fall along the blocks in as many runs. Where all runs but the
+    last two end is tried; the last but one is then as long as the bits allow. All heads and choices of widths at once.
     """
     heads, blocks = scores.shape
-    most_bits = int(total.max())
-    widths = np.arange(min(most, most_bits), least - 1, -1)
-    loss = scores.numpy()[:, :, None] * 4.0**-widths
-    best = np.full((heads, distinct, len(widths), most_bits + 1), np.inf)
-    came_from = np.zeros((blocks, *best.shape), dtype=np.int8)
-    for block in range(blocks):
-        reached = np.full_like(best, np.inf)
-        origin = came_from[block]
-        for index, width in enumerate(widths):
-            spent = slice(width, None)
-            if block == 0:
-                reached[:, 0, index, width] = loss[:, 0, index]
-                origin[:, 0, index] = index
-                continue
-            room = most_bits + 1 - width
-            stay = best[:, :, index, :room].copy()
-            source = np.full(stay.shape, index, dtype=np.int8)
-            if index and distinct > 1:
-                wider = best[:, :-1, :index, :room]
-                chosen = wider.argmin(2)
-                value = np.take_along_axis(wider, chosen[:, :, None], 2)[:, :, 0]
-                better = value < stay[:, 1:]
-                stay[:, 1:] = np.where(better, value, stay[:, 1:])
-                source[:, 1:] = np.where(better, chosen, source[:, 1:])
-            reached[:, :, index, spent] = stay + loss[:, block, index, None, None]
-            origin[:, :, index, spent] = source
-        best = reached
-    result = torch.empty(heads, blocks, dtype=torch.int64)
-    for head in range(heads):
-        bits = np.arange(most_bits + 1)
-        for used in range(distinct):
-            best[head, used][:, bits > int(total[head]) - (used + 1) * cost] = np.inf
-        used, index, spent = np.unravel_index(best[head].argmin(), best[head].shape)
-        for block in reversed(range(blocks)):
-            result[head, block] = int(widths[index])
-            previous = int(came_from[block, head, used, index, spent])
-            spent -= widths[index]
-            used -= previous != index
-            index = previous
-    return result
+    before = np.pad(scores.numpy().cumsum(1), ((0, 0), (1, 0)))
+    head = np.arange(heads)[:, None]
+    least = np.full(heads, np.inf)
+    result = np.zeros((heads, blocks), dtype=np.int64)
+    for used in range(1, distinct + 1):
+        widths = np.array(list(combinations(sorted(kinds, reverse=True), used)))
+        law = 4.0**-widths
+        step, gain = -np.diff(widths, axis=1), -np.diff(law, axis=1)
+        ends = np.array([*combinations_with_replacement(range(blocks + 1), max(used - 2, 0))], dtype=np.int64)
+        room = (total.numpy() - cost * used - blocks * widths[:, -1:])[:, :, None]
+        loss = (law[:, -1:] * before[:, -1])[:, :, None]
+        if used > 1:
+            room = room - (step[:, :-1] @ ends.T)[:, None]
+            last = np.clip(room // step[:, -1][:, None, None], 0, blocks)
+            loss = loss + gain[:, -1][:, None, None] * before[head, last]
+            for run in range(used - 2):
+                loss = loss + gain[:, run][:, None, None] * before[:, ends[:, run]]
+                room = np.where(last < ends[:, run], -1, room)
+        loss = np.where(room < 0, np.inf, loss)
+        for one in range(heads):
+            choice, end = np.unravel_index(loss[:, one].argmin(), loss[:, one].shape)
+            if loss[choice, one, end] < least[one]:
+                least[one] = loss[choice, one, end]
+                stops = [*ends[end], *([last[choice, one, end]] if used > 1 else []), blocks]
+                result[one] = np.repeat(widths[choice], np.diff([0, *stops]))
+    return torch.from_numpy(result)
