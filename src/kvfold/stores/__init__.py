@@ -2,6 +2,7 @@
 
 from kvfold.stores.affine import AffineStore
 from kvfold.stores.base import Store, store_from_state
+from kvfold.stores.coded import CodedStore
 from kvfold.stores.dense import DenseStore
 from kvfold.stores.graded import GradedStore
 from kvfold.stores.merged import MergedStore
@@ -12,6 +13,7 @@ from kvfold.stores.weighted import WeightedStore
 
 __all__ = [
     "AffineStore",
+    "CodedStore",
     "DenseStore",
     "GradedStore",
     "MergedStore",
