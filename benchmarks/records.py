@@ -1,0 +1,249 @@
+"""Decode attention over records beside the full cache, on a Hopper GPU.
+
+    python benchmarks/records.py results.json [--quick]
+
+One layer, one token. Every shape is checked first: against float64 on the codes, 2e-3 of the norm. Then milliseconds, medians of
+device events with the L2 cache flushed before each call / inside a CUDA graph of calls over several caches that together exceed the
+L2: the kernel, the best fp16 backend of torch's scaled_dot_product_attention, and a kernel that only reads the records' bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import math
+import platform
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils import cpp_extension
+
+from kvfold.codecs.codebook import gaussian_levels
+from kvfold.codecs.fragments import RecordFormat
+from kvfold.kernels import records as kernel
+from kvfold.kernels.records import Records, Run, attend, attend_plain, book
+
+UNIT = 63 / float(gaussian_levels(4).max())
+LEVELS = {width: (gaussian_levels(width) * UNIT).round().int().tolist() for width in (1, 2, 3, 4)}
+UNIFORM = {width: [round(126 / 15 * code - 63) for code in range(2**width)] if width == 4 else LEVELS[width] for width in LEVELS}
+LLAMA, QWEN = (8, 4, 128), (2, 8, 128)  # KV heads, query heads of each, head_dim
+
+
+def flat(width: int, tiles: int = 8, **kwargs) -> RecordFormat:
+    return RecordFormat((width,) * tiles, width, **kwargs)
+
+
+THREE = (8, 4, 4, 2, 2, 2, 1, 1)  # 3 bits on average
+FORMATS = {
+    "4-bit codebook": (flat(4), [0] * 8, LEVELS),
+    "4-bit uniform": (flat(4), [0] * 8, UNIFORM),
+    "3-bit": (flat(3), [0] * 8, LEVELS),
+    "2-bit": (flat(2), [0] * 8, LEVELS),
+    "2-bit, 8-bit norms": (flat(2, logarithms=True), [0] * 8, LEVELS),
+    "keys 8 4 4 2 2 2 1 1, values 3": (RecordFormat(THREE, 3), [0] * 8, LEVELS),
+    "the same, 4 norms": (RecordFormat(THREE, 3, 4, logarithms=True), [0, 1, 1, 2, 2, 2, 3, 3], LEVELS),
+    "keys 4 4 4 3 3 2 2 2, values 3": (RecordFormat((4, 4, 4, 3, 3, 2, 2, 2), 3), [0] * 8, LEVELS),
+    "8-bit": (flat(8), [0] * 8, LEVELS),
+}
+
+
+def make(name: str, shape: tuple[int, int, int], rows: int, tokens: int) -> Records:
+    """Random codes (any bits are codes), norms between 0.5 and 1.5."""
+    layout, groups, levels = FORMATS[name]
+    kv_heads, _, dim = shape
+    count = -(-tokens // 64)
+    data = torch.randint(0, 256, (rows * kv_heads, count, layout.nbytes), dtype=torch.uint8, device="cuda")
+    data[:, :, :16] = layout.header(64).cuda()
+    if tokens % 64:
+        data[:, -1, :16] = layout.header(tokens % 64).cuda()
+    start, size = layout.sizes[:2]
+    if layout.logarithms:
+        numbers = torch.randint(112, 136, (rows * kv_heads, count, size), dtype=torch.uint8, device="cuda")
+    else:
+        numbers = (torch.rand(rows * kv_heads, count, size // 2, device="cuda") + 0.5).half().view(torch.uint8)
+    data[:, :, start : start + size] = numbers
+    books = torch.stack([*(book(levels, group) for group in groups), book(levels)]).cuda()
+    books = books.expand(rows, kv_heads, -1, -1).contiguous()
+    return Records(data.flatten(), books, [(Run(layout, tokens),)] * (rows * kv_heads))
+
+
+def query_for(shape: tuple[int, int, int], rows: int) -> torch.Tensor:
+    kv_heads, group, dim = shape
+    return torch.randn(rows, kv_heads * group, dim, device="cuda") / UNIT
+
+
+def check(name: str, shape: tuple[int, int, int], rows: int, tokens: int) -> float:
+    """Largest error of a head's output, relative to its norm, against float64."""
+    data, query, scaling = make(name, shape, rows, tokens), query_for(shape, rows), shape[2] ** -0.5
+    output, lse = attend_plain(query.double(), data, scaling)
+    worst = 0.0
+    for _ in range(2):
+        found, sums = attend(query, data, scaling)
+        error = float(((found - output).norm(dim=-1) / output.norm(dim=-1)).max())
+        assert float((sums - lse).abs().max()) < 2e-3, f"{name}: log-sum-exp off by {(sums - lse).abs().max()}"
+        worst = max(worst, error)
+    assert worst < 2e-3, f"{name} {shape} {rows} x {tokens}: off by {worst}"
+    return worst
+
+
+# ---- time ----
+
+_flushed: list[torch.Tensor] = []
+
+
+def by_events(calls, repeats: int = 50, flushes: int = 3) -> float:
+    if not _flushed:
+        _flushed.append(torch.empty(64 * 2**20, dtype=torch.int32, device="cuda"))
+    for call in calls[:8]:
+        call()
+    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+    for index, (start, stop) in enumerate(pairs):
+        for _ in range(flushes):
+            _flushed[0].zero_()
+        start.record()
+        calls[index % len(calls)]()
+        stop.record()
+    torch.cuda.synchronize()
+    return sorted(start.elapsed_time(stop) for start, stop in pairs)[repeats // 2]
+
+
+def in_graph(calls, count: int = 24, repeats: int = 11) -> float:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for index in range(count):
+            calls[index % len(calls)]()
+    graph.replay()
+    times = []
+    for _ in range(repeats):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        stop.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(stop) / count)
+    return sorted(times)[repeats // 2]
+
+
+def both(calls) -> tuple[float, float]:
+    return by_events(calls), in_graph(calls)
+
+
+def caches(nbytes: int) -> int:
+    """How many caches exceed the L2 several times, in 24 calls at most."""
+    return max(2, min(24, -(-300 * 2**20 // nbytes)))
+
+
+def full(shape: tuple[int, int, int], rows: int, tokens: int) -> dict[str, tuple[float, float]]:
+    kv_heads, group, dim = shape
+    query = torch.randn(rows, kv_heads * group, 1, dim, device="cuda", dtype=torch.float16)
+    number = caches(4 * rows * kv_heads * tokens * dim)
+    kept = [
+        [torch.randn(rows, kv_heads, tokens, dim, device="cuda", dtype=torch.float16) for _ in range(2)]
+        for _ in range(number)
+    ]
+
+    def call(backend, key, value):
+        with sdpa_kernel(backend):
+            F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+
+    result = {}
+    for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
+        result[backend.name] = both([lambda kv=kv, b=backend: call(b, *kv) for kv in kept])
+    return result
+
+
+def reader():
+    folder = Path(cpp_extension.get_default_build_root()) / "kvfold_read_only"
+    folder.mkdir(parents=True, exist_ok=True)
+    source = str(Path(__file__).with_name("read_only.cu"))
+    cpp_extension.load(
+        "kvfold_read_only", [source], extra_cuda_cflags=["-O3"], build_directory=str(folder), is_python_module=False
+    )
+    library = ctypes.CDLL(str(folder / "kvfold_read_only.so"))
+    library.kvfold_read_only.argtypes = [ctypes.c_void_p, ctypes.c_longlong, ctypes.c_void_p, ctypes.c_void_p]
+    sink = torch.zeros(1, dtype=torch.int32, device="cuda")
+
+    def read(data: torch.Tensor) -> None:
+        stream = torch.cuda.current_stream().cuda_stream
+        assert not library.kvfold_read_only(data.data_ptr(), data.numel(), sink.data_ptr(), stream)
+
+    return read
+
+
+def measure(name: str, shape: tuple[int, int, int], rows: int, tokens: int, read) -> dict:
+    first = make(name, shape, rows, tokens)
+    kept = [first, *(make(name, shape, rows, tokens) for _ in range(caches(first.data.numel()) - 1))]
+    query, scaling = query_for(shape, rows), shape[2] ** -0.5
+    times = both([lambda data=data: attend(query, data, scaling) for data in kept])
+    floor = both([lambda data=data: read(data.data) for data in kept])
+    return {"nbytes": first.data.numel(), "events": times[0], "graph": times[1], "read": floor}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--quick", action="store_true", help="fewer shapes")
+    parser.add_argument("--only", nargs="*", help="formats whose name begins so")
+    options = parser.parse_args()
+    reason = kernel.problem(torch.device("cuda"))
+    if reason:
+        raise SystemExit(f"the kernel cannot be used: {reason}")
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda sets: kernel._library(128, sets, 8, False), (1, 2)))
+        read = reader()
+    sizes = [(LLAMA, 1, 131072), (LLAMA, 1, 8192), (LLAMA, 8, 32768)]
+    if not options.quick:
+        sizes += [(LLAMA, 1, 32768), (LLAMA, 1, 524288), (QWEN, 1, 131072), (QWEN, 4, 131072)]
+    names = [name for name in FORMATS if not options.only or name.startswith(tuple(options.only))]
+    rows = []
+    for shape, batch, tokens in sizes:
+        kv_heads, group, dim = shape
+        print(f"{kv_heads} KV heads x {group}, head_dim {dim}, batch {batch}, {tokens} tokens", flush=True)
+        base = full(shape, batch, tokens)
+        for backend, times in base.items():
+            print(f"  {backend:32} {times[0]:.4f} / {times[1]:.4f}")
+        best = [min(times[index] for times in base.values()) for index in range(2)]
+        for name in names:
+            if tokens == 131072 or tokens == 8192:
+                error = check(name, shape, batch, tokens if batch == 1 else 1000)
+            row = measure(name, shape, batch, tokens, read)
+            row |= {"format": name, "error": error, "full": best, "batch": batch, "tokens": tokens}
+            row |= {"kv_heads": kv_heads, "group": group, "head_dim": dim}
+            rows.append(row)
+            print(
+                f"  {name:32} {row['events']:.4f} / {row['graph']:.4f}  x{best[0] / row['events']:.2f} / "
+                f"{best[1] / row['graph']:.2f}  floor {row['read'][0] / row['events']:.2f} / "
+                f"{row['read'][1] / row['graph']:.2f}  error {error:.1e}",
+                flush=True,
+            )
+            torch.cuda.empty_cache()
+        rows += [
+            {"format": f"full, {backend}", "events": times[0], "graph": times[1], "batch": batch}
+            | {"tokens": tokens, "kv_heads": kv_heads, "group": group, "head_dim": dim}
+            for backend, times in base.items()
+        ]
+    found = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "unit": "ms",
+        "rows": rows,
+    }
+    assert all(math.isfinite(row["events"]) for row in rows)
+    options.results.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

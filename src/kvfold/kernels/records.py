@@ -1,0 +1,467 @@
+"""Decode attention over records of coded tokens: one launch a layer on a Hopper GPU, and its plain-torch twin.
+
+For token t and channel c, with a group of tiles each its norm n, a value magnitude s and whole-number levels of the codes,
+
+    logit[t] = scaling * sum over groups g of n[t, g] * sum over channels c of g of query[c] * level(key code[t, c]) + bias[t]
+    output[c] = sum over t of softmax(logit)[t] * s[t] * level(value code[t, c])
+
+Scales of channels belong in the query and in what the output is multiplied with, as do rotations: both are the caller's, once a head
+instead of once a token. Levels are whole numbers from -64 to 63 (`book`), those of 8-bit codes are the code less 127.5.
+
+The kernel is records.cu; the order of the codes is told in codecs/fragments.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvfold.codecs.fragments import TOKENS, RecordFormat, numbers, unpack
+from kvfold.kernels.reference import Part, softmax_part
+
+BOOK = 32
+"""Bytes of a tile's levels: 16 of width 4 (plus 64), 8, 4 and 2 of widths 3, 2 and 1, then the index of its group."""
+HEAD_DIMS = (64, 80, 96, 112, 128, 256)
+MOST_GROUP = 16
+_MOST_SPLITS, _MOST_STAGES = 128, 4
+
+
+@dataclass(frozen=True)
+class Run:
+    """Records of one format that follow each other.
+
+    Attributes
+    ----------
+    layout : RecordFormat
+    tokens : int
+        At least 1.
+    """
+
+    layout: RecordFormat
+    tokens: int
+
+    @property
+    def records(self) -> int:
+        """Records of 64 tokens; the last one may be partial."""
+        return -(-self.tokens // TOKENS)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return self.records * self.layout.nbytes
+
+
+def book(levels: Mapping[int, Sequence[int]], group: int = 0) -> Tensor:
+    """What the kernel looks levels up in, for one tile of keys or for values.
+
+    Parameters
+    ----------
+    levels : mapping of width to whole numbers
+        2 ** width of them from -64 to 63, for the widths 1 to 4 in use.
+    group : int
+        Index of the group of tiles that shares norms; grows along the tiles.
+
+    Returns
+    -------
+    (32,) uint8, on the CPU
+
+    Raises
+    ------
+    ValueError
+        Levels out of range, or not as many as codes.
+    """
+    result = torch.zeros(BOOK, dtype=torch.uint8)
+    for width, own in levels.items():
+        if width not in _PLACES or len(own) != 2**width or not all(-64 <= level <= 63 for level in own):
+            raise ValueError(f"{2**width} levels from -64 to 63 are wanted for width {width}, got {list(own)}")
+        shifted = [(level + 64 if width == 4 else level) & 255 for level in own]
+        result[_PLACES[width]] = torch.tensor(shifted, dtype=torch.uint8)
+    result[30] = group
+    return result
+
+
+_PLACES = {4: slice(0, 16), 3: slice(16, 24), 2: slice(24, 28), 1: slice(28, 30)}
+
+
+def levels_of(book: Tensor, width: int) -> Tensor:
+    """Levels (2 ** width,) float32 of a book (32,), of any width."""
+    if width == 8:
+        return torch.arange(256, device=book.device).float() - 127.5
+    stored = book[_PLACES[width]]
+    return stored.float() - 64 if width == 4 else stored.view(torch.int8).float()
+
+
+class Records:
+    """All records of a layer, and how a GPU's blocks share them.
+
+    Parameters
+    ----------
+    data : (bytes,) uint8
+        The runs of row 0's first KV head, then of its second, and so on.
+    books : (rows, kv_heads, tiles + 1, 32) uint8
+        Of each tile of keys, then of values.
+    runs : sequence over rows and KV heads of tuples of Run
+        Every format with the same number of tiles, and as many norms as the books tell groups, or none.
+
+    Raises
+    ------
+    ValueError
+        Sizes disagree.
+    """
+
+    def __init__(self, data: Tensor, books: Tensor, runs: Sequence[tuple[Run, ...]]):
+        self.data, self.books, self.runs = data, books, list(runs)
+        self.rows, self.kv_heads, tiles = books.shape[0], books.shape[1], books.shape[2] - 1
+        self.dim = 16 * tiles
+        if len(self.runs) != self.rows * self.kv_heads or books.shape[3] != BOOK:
+            raise ValueError(f"{len(self.runs)} lists of runs do not fit books {tuple(books.shape)}")
+        every = {run.layout for own in self.runs for run in own}
+        if any(layout.dim != self.dim for layout in every):
+            raise ValueError(f"runs and books disagree on the number of tiles ({tiles})")
+        expected = sum(run.nbytes for own in self.runs for run in own)
+        if data.numel() != expected or data.dtype != torch.uint8:
+            raise ValueError(f"the runs are {expected} bytes, got {data.numel()} of {data.dtype}")
+
+    @cached_property
+    def slots(self) -> list[int]:
+        """Tokens that a bias has a place for, of each row and head: those of whole records."""
+        return [TOKENS * sum(run.records for run in own) for own in self.runs]
+
+    @cached_property
+    def plan(self) -> Plan:
+        """How blocks share the records; made on the first attention."""
+        return make_plan(self)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How blocks share records.
+
+    Attributes
+    ----------
+    blocks : int
+    warps : int
+        Of a block.
+    stages : int
+        Records that a warp has room for.
+    slot_bytes : int
+        Bytes of that room for one record.
+    splits, records, units : int
+        Blocks and records of every (row, head) and a record's size in units of 16 bytes, if `work` is None.
+    work : (blocks, 8) int32 or None
+        Row and head, index among its blocks, their number, records, the block's place among partial results, first entry of
+        `table`, units (0: by the table), first unit.
+    table : (records,) int64 or None
+        First unit and size << 32 of each record of heads with several sizes.
+    arrived : (rows * kv_heads,) int32
+        Zeros; counts blocks while a kernel runs. One stream at a time.
+    """
+
+    blocks: int
+    warps: int
+    stages: int
+    slot_bytes: int
+    splits: int
+    records: int
+    units: int
+    work: Tensor | None
+    table: Tensor | None
+    arrived: Tensor
+
+
+def make_plan(records: Records, multiprocessors: int | None = None, shared_bytes: int | None = None) -> Plan:
+    """Share records among as many blocks as a GPU runs at once, evenly.
+
+    Parameters
+    ----------
+    records : Records
+    multiprocessors, shared_bytes : int, optional
+        By default those of the records' device.
+    """
+    device = records.data.device
+    if multiprocessors is None or shared_bytes is None:
+        properties = torch.cuda.get_device_properties(device)
+        multiprocessors = properties.multi_processor_count
+        shared_bytes = getattr(properties, "shared_memory_per_block_optin", 227 * 1024)
+    largest = max((run.layout.nbytes for own in records.runs for run in own), default=16)
+    # At the end a warp's room holds its state: 4, 8 or 16 heads.
+    room = shared_bytes - 48 * 1024 if records.dim == 256 else shared_bytes - 24 * 1024
+    slot = -(-largest // 128) * 128
+    warps = 8 if 16 * slot <= room else 4
+    stages = max(1, min(_MOST_STAGES, room // (warps * slot), -(-65536 // (warps * slot))))
+    stages = max(stages, min(2, room // (warps * slot)))
+    least = -(-MOST_GROUP * (records.dim + 8) * 4 // stages)
+    slot = max(slot, min(-(-least // 128) * 128, room // (warps * stages) // 128 * 128))
+    counts = [sum(run.records for run in own) for own in records.runs]
+    splits = _splits(counts, warps, multiprocessors)
+    sizes = [{run.layout.nbytes for run in own} for own in records.runs]
+    arrived = torch.zeros(len(counts), dtype=torch.int32, device=device)
+    common = (sum(splits), warps, stages, slot)
+    if len(set(counts)) == 1 and len(set().union(*sizes)) == 1:
+        return Plan(*common, splits[0], counts[0], largest // 16, None, None, arrived)
+    work, table, begin, place = [], [], 0, 0
+    for head, (own, count, blocks, kinds) in enumerate(zip(records.runs, counts, splits, sizes, strict=True)):
+        first, units = (len(table), 0) if len(kinds) > 1 else (0, max(kinds, default=16) // 16)
+        work += [
+            [head, index, blocks, count, place + index, first, units, _signed(begin)] for index in range(blocks)
+        ]
+        place += blocks
+        for run in own:
+            if not units:
+                size = run.layout.nbytes // 16
+                table += [begin + index * size | size << 32 for index in range(run.records)]
+            begin += run.nbytes // 16
+    return Plan(
+        *common,
+        0,
+        0,
+        0,
+        torch.tensor(work, dtype=torch.int32).to(device),
+        torch.tensor(table or [0], dtype=torch.int64).to(device),
+        arrived,
+    )
+
+
+def _splits(counts: list[int], warps: int, multiprocessors: int) -> list[int]:
+    """Blocks of each head: as many as finish soonest, if a record takes a time and a block's start and end two more."""
+    longest = max(counts, default=1)
+    best, cost = [1] * len(counts), math.inf
+    rounds = max(1, -(-longest // (warps * _MOST_SPLITS)))
+    while True:
+        splits = [max(1, -(-count // (rounds * warps))) for count in counts]
+        taken = -(-sum(splits) // multiprocessors) * (rounds + 2)
+        if taken < cost:
+            best, cost = splits, taken
+        if max(splits, default=1) == 1 or rounds + 2 > cost:
+            return best
+        rounds += max(1, rounds // 16)
+
+
+def _signed(x: int) -> int:
+    return x - 2**32 if x >= 2**31 else x
+
+
+# ---- plain torch ----
+
+
+def attend_plain(query: Tensor, records: Records, scaling: float, bias: Tensor | None = None) -> Part:
+    """As `attend`, by plain torch on any device, in the query's precision.
+
+    Parameters
+    ----------
+    query : (rows, heads, dim) float32 or float64
+    records : Records
+    scaling : float
+    bias : (rows, heads, slots) float32, optional
+    """
+    rows, heads, dim = query.shape
+    group = heads // records.kv_heads
+    grouped = query.view(rows * records.kv_heads, group, dim)
+    outputs, lses, begin = [], [], 0
+    for index, (own, q) in enumerate(zip(records.runs, grouped, strict=True)):
+        row, head = divmod(index, records.kv_heads)
+        books = records.books[row, head]
+        keys, values, slots, slot = [q[:0]], [q[:0]], [], 0
+        for run in own:
+            part = records.data[begin : begin + run.nbytes].view(run.records, -1)
+            one, other = _decoded(part, run, books, q.dtype)
+            keys.append(one)
+            values.append(other)
+            slots += range(slot, slot + run.tokens)
+            begin, slot = begin + run.nbytes, slot + run.records * TOKENS
+        logits = q @ torch.cat(keys).t() * scaling
+        if bias is not None:
+            logits += bias[row, head * group : (head + 1) * group, slots]
+        output, lse = softmax_part(logits, torch.cat(values))
+        outputs.append(output)
+        lses.append(lse)
+    return torch.stack(outputs).view(rows, heads, dim), torch.stack(lses).view(rows, heads)
+
+
+def _decoded(data: Tensor, run: Run, books: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Keys and values (tokens, dim) of one run, norms and magnitudes in."""
+    coded = unpack(data, run.layout, run.tokens)
+    widths = [*run.layout.key_widths, run.layout.value_width]
+    tables = [levels_of(book, width).to(dtype) if width else None for book, width in zip(books, widths)]
+    tiles = [
+        codes.new_zeros(codes.shape, dtype=dtype) if table is None else table[codes.int()]
+        for codes, table in zip(coded.keys.split(16, -1), tables)
+    ]
+    if coded.key_norms is not None:
+        norms = numbers(coded.key_norms).to(dtype)
+        tiles = [tile * norms[:, group : group + 1] for tile, group in zip(tiles, books[:, 30].tolist())]
+    values = tables[-1][coded.values.int()]  # type: ignore[index]
+    if coded.magnitudes is not None:
+        values = values * numbers(coded.magnitudes).to(dtype)[:, None]
+    return torch.cat(tiles, -1), values
+
+
+# ---- the kernel ----
+
+
+def problem(device: torch.device, dim: int = 128, group: int = 1) -> str | None:
+    """Why the kernel cannot be used, or None.
+
+    Parameters
+    ----------
+    device : torch.device
+    dim : int
+        Channels of a head.
+    group : int
+        Query heads of a KV head.
+    """
+    if dim not in HEAD_DIMS:
+        return f"head_dim {dim} is not one of {HEAD_DIMS}"
+    if not 1 <= group <= MOST_GROUP:
+        return f"{group} query heads a KV head are more than {MOST_GROUP}"
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return "no CUDA device"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 9:
+        return f"the GPU's compute capability is {major}.{minor}: bulk copies need 9.0 (Hopper) or newer"
+    from torch.utils import cpp_extension
+
+    if cpp_extension.CUDA_HOME is None or not (Path(cpp_extension.CUDA_HOME) / "bin" / "nvcc").exists():
+        return "no nvcc: install the CUDA toolkit of torch's version, or set CUDA_HOME"
+    if not cpp_extension.is_ninja_available():
+        return "no ninja: pip install ninja"
+    return None
+
+
+def attend(query: Tensor, records: Records, scaling: float, bias: Tensor | None = None) -> Part:
+    """Attention of one query a head over records, by the kernel where it can be used, else by plain torch.
+
+    Parameters
+    ----------
+    query : (rows, heads, dim) float32
+        In the basis of the codes, scales of channels multiplied in.
+    records : Records
+    scaling : float
+    bias : (rows, heads, slots) float32, optional
+        Added to logits; a token's place is 64 times its record's index within the head plus its index there. -inf hides it.
+
+    Returns
+    -------
+    (output (rows, heads, dim) float32, in the basis of the codes, log-sum-exp (rows, heads) float32); 0 and -inf where a head
+    has no token.
+
+    Raises
+    ------
+    ValueError
+        Shapes disagree.
+    """
+    rows, heads, dim = query.shape
+    if rows != records.rows or heads % records.kv_heads or dim != records.dim:
+        raise ValueError(
+            f"query {tuple(query.shape)} does not fit {records.rows} rows of {records.kv_heads} KV heads of {records.dim}"
+        )
+    if bias is not None and (bias.shape[:2] != (rows, heads) or bias.shape[2] < max(records.slots)):
+        raise ValueError(f"bias {tuple(bias.shape)} must be ({rows}, {heads}, at least {max(records.slots)})")
+    if problem(query.device, dim, heads // records.kv_heads) is not None:
+        return attend_plain(query, records, scaling, bias)
+    plan = records.plan
+    output, lse = torch.ops.kvfold.attend_records(
+        query.contiguous(),
+        records.data,
+        records.books,
+        plan.work,
+        plan.table,
+        None if bias is None else bias.contiguous(),
+        plan.arrived,
+        [plan.blocks, plan.warps, plan.stages, plan.slot_bytes, plan.splits, plan.records, plan.units],
+        scaling,
+    )
+    return output, lse
+
+
+@torch.library.custom_op("kvfold::attend_records", mutates_args=("arrived",), device_types="cuda")
+def _attend_records(
+    query: Tensor,
+    data: Tensor,
+    books: Tensor,
+    work: Tensor | None,
+    table: Tensor | None,
+    bias: Tensor | None,
+    arrived: Tensor,
+    plan: list[int],
+    scaling: float,
+) -> tuple[Tensor, Tensor]:
+    blocks, warps, stages, slot_bytes, splits, records, units = plan
+    rows, heads, dim = query.shape
+    row_heads = books.shape[0] * books.shape[1]
+    group = rows * heads // row_heads
+    library = _library(dim, 1 if group <= 4 else 2 if group <= 8 else 4, warps, bias is not None)
+    output, lse = torch.empty_like(query), query.new_empty(rows, heads)
+    partial = query.new_empty(blocks * group * (dim + 2))
+    sums = partial[blocks * group * dim :]
+
+    def at(x: Tensor | None) -> int | None:
+        return None if x is None else x.data_ptr()
+
+    stride = 0 if bias is None else bias.shape[2]
+    given = _Problem(
+        *(at(x) for x in (query, data, books, work, table, bias, partial, sums, arrived, output, lse)),
+        *(row_heads, group, splits, records, units, slot_bytes, stages, stride),
+        scaling / math.log(2),
+    )
+    with torch.cuda.device(query.device):
+        stream = torch.cuda.current_stream().cuda_stream
+        code = library.kvfold_records(ctypes.byref(given), blocks, stream)
+    if code:
+        raise RuntimeError(f"attention over records failed: {library.kvfold_records_error(code).decode()}")
+    return output, lse
+
+
+@_attend_records.register_fake
+def _(
+    query: Tensor,
+    data: Tensor,
+    books: Tensor,
+    work: Tensor | None,
+    table: Tensor | None,
+    bias: Tensor | None,
+    arrived: Tensor,
+    plan: list[int],
+    scaling: float,
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(query), query.new_empty(query.shape[:2])
+
+
+class _Problem(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("query", "records", "books", "work", "table", "bias")),
+        *((name, ctypes.c_void_p) for name in ("partial", "partial_sums", "arrived", "output", "lse")),
+        *((name, ctypes.c_int) for name in ("row_heads", "group", "splits", "pages", "record_units")),
+        *((name, ctypes.c_int) for name in ("slot_bytes", "stages", "bias_stride")),
+        ("scaling", ctypes.c_float),
+    ]
+
+
+@cache
+def _library(dim: int, sets: int, warps: int, bias: bool) -> ctypes.CDLL:
+    """The kernel for one shape, from torch's folder of extensions or built there."""
+    from torch.utils import cpp_extension
+
+    name = f"kvfold_records_{dim}_{sets}_{warps}_{int(bias)}"
+    folder = Path(cpp_extension.get_default_build_root()) / name
+    folder.mkdir(parents=True, exist_ok=True)
+    macros = [f"-DHEAD_DIM={dim}", f"-DSETS={sets}", f"-DWARPS={warps}", f"-DBIAS={int(bias)}"]
+    cpp_extension.load(
+        name,
+        [str(Path(__file__).with_name("records.cu"))],
+        extra_cuda_cflags=["-O3", *macros],
+        build_directory=str(folder),
+        is_python_module=False,
+    )
+    library = ctypes.CDLL(str(folder / f"{name}.so"))
+    library.kvfold_records.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
+    library.kvfold_records_error.restype = ctypes.c_char_p
+    return library

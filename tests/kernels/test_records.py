@@ -1,0 +1,276 @@
+"""Attention over records: the plain path and the kernel against float64 on the codes that records were made of."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvfold.codecs.codebook import gaussian_levels
+from kvfold.codecs.fragments import Coded, RecordFormat, pack
+from kvfold.kernels.records import Records, Run, attend, attend_plain, book, make_plan, problem
+
+no_kernel = problem(torch.device("cuda"))
+needs_kernel = pytest.mark.skipif(no_kernel is not None, reason=str(no_kernel))
+
+UNIT = 63 / float(gaussian_levels(4).max())
+LEVELS = {width: (gaussian_levels(width) * UNIT).round().int().tolist() for width in (1, 2, 3, 4)}
+
+
+class Case:
+    """Random codes of every (row, KV head), their records, and attention over them in float64."""
+
+    def __init__(self, runs, group=4, groups=None, rows=1, seed=0, device="cpu"):
+        """`runs` of each row and head: lists of (format, tokens); `groups`: index of each tile's group of norms."""
+        self.generator = torch.Generator().manual_seed(seed)
+        self.rows, self.kv_heads, self.group = rows, len(runs) // rows, group
+        tiles = len(runs[0][0][0].key_widths) if runs[0] else len(groups)
+        groups = groups or [0] * tiles
+        self.dim = 16 * tiles
+        books = torch.stack([*(book(LEVELS, index) for index in groups), book(LEVELS)])
+        data, self.keys, self.values, self.slots = [], [], [], []
+        for own in runs:
+            keys, values, slots, slot = [torch.zeros(0, self.dim).double()], [torch.zeros(0, self.dim).double()], [], 0
+            for layout, tokens in own:
+                coded, one, other = self._random(layout, tokens, groups)
+                data.append(pack(coded, layout).flatten())
+                keys.append(one)
+                values.append(other)
+                slots += range(slot, slot + tokens)
+                slot += -(-tokens // 64) * 64
+            self.keys.append(torch.cat(keys))
+            self.values.append(torch.cat(values))
+            self.slots.append(slots)
+        described = [tuple(Run(layout, tokens) for layout, tokens in own) for own in runs]
+        books = books.expand(rows, self.kv_heads, -1, -1).contiguous()
+        empty = torch.empty(0, dtype=torch.uint8)
+        self.records = Records(torch.cat([empty, *data]).to(device), books.to(device), described)
+        self.query = torch.randn(rows, self.kv_heads * group, self.dim, generator=self.generator).to(device) / UNIT
+
+    def _random(self, layout, tokens, groups):
+        """Codes as normal numbers have them, norms spread over a factor of a few."""
+
+        def codes(width):
+            if width == 8:
+                return (torch.randn(tokens, 16, generator=self.generator) * 24 + 127.5).round().clamp(0, 255).to(torch.uint8)
+            x = torch.randn(tokens, 16, generator=self.generator) * UNIT
+            return (x[..., None] - torch.tensor(LEVELS[width])).abs().argmin(-1).to(torch.uint8)
+
+        def numbers(*shape):
+            spread = (torch.randn(shape, generator=self.generator) * 0.5).exp()
+            if layout.logarithms:
+                return (spread.log2() * 16 + 128).round().to(torch.uint8)
+            return spread.half()
+
+        def values(codes, width):
+            return codes.double() - 127.5 if width == 8 else torch.tensor(LEVELS[width]).double()[codes.int()]
+
+        def size(x):
+            return torch.exp2((x.double() - 128) / 16) if x.dtype == torch.uint8 else x.double()
+
+        norms = numbers(tokens, layout.key_norms) if layout.key_norms else None
+        magnitudes = numbers(tokens) if layout.magnitudes else None
+        tiles = [codes(width) if width else torch.zeros(tokens, 16, dtype=torch.uint8) for width in layout.key_widths]
+        keys = [
+            values(tile, width) if width else torch.zeros(tokens, 16).double()
+            for tile, width in zip(tiles, layout.key_widths)
+        ]
+        if norms is not None:
+            keys = [key * size(norms[:, index, None]) for key, index in zip(keys, groups)]
+        value_codes = torch.cat([codes(layout.value_width) for _ in tiles], -1)
+        other = values(value_codes, layout.value_width)
+        if magnitudes is not None:
+            other = other * size(magnitudes)[:, None]
+        return Coded(torch.cat(tiles, -1), value_codes, norms, magnitudes), torch.cat(keys, -1), other
+
+    def expected(self, scaling, bias=None):
+        """(output, log-sum-exp) in float64."""
+        outputs, lses = [], []
+        grouped = self.query.double().cpu().view(-1, self.group, self.dim)
+        for index, (q, keys, values) in enumerate(zip(grouped, self.keys, self.values)):
+            logits = q @ keys.t() * scaling
+            if bias is not None:
+                row, head = divmod(index, self.kv_heads)
+                own = bias[row, head * self.group : (head + 1) * self.group].double().cpu()
+                logits += own[:, self.slots[index]]
+            lses.append(logits.logsumexp(-1))
+            outputs.append(logits.softmax(-1).nan_to_num() @ values)
+        shape = self.query.shape
+        return torch.stack(outputs).view(shape), torch.stack(lses).view(shape[:2])
+
+
+def same(found, expected, tolerance):
+    output, lse = (x.double().cpu() for x in found)
+    there = torch.isfinite(expected[1])
+    assert torch.equal(torch.isfinite(lse), there)
+    assert (output[~there] == 0).all()
+    error = (output[there] - expected[0][there]).norm(dim=-1) / expected[0][there].norm(dim=-1)
+    assert error.max() < tolerance
+    assert (lse[there] - expected[1][there]).abs().max() < tolerance * max(1, float(expected[1][there].abs().max()))
+
+
+def mixed(*widths, value=4, **kwargs):
+    return RecordFormat(widths, value, **kwargs)
+
+
+UNIFORM = [RecordFormat((width,) * 8, width) for width in (1, 2, 3, 4, 8)]
+CASES = {
+    **{f"width {layout.value_width}": dict(runs=[[(layout, 640)]] * 2) for layout in UNIFORM},
+    "partial": dict(runs=[[(mixed(4, 4, 4, 4), 1)], [(mixed(4, 4, 4, 4), 63)], [(mixed(4, 4, 4, 4), 65)]]),
+    "mixed": dict(runs=[[(mixed(4, 3, 2, 1, 8, 0, 2, 4, value=3), 300)], [(mixed(8, *[2] * 7, value=2), 300)]]),
+    "groups": dict(
+        runs=[[(mixed(8, 4, 4, 3, 2, 2, 2, 2, value=2, key_norms=3), 500)]] * 2, groups=[0, 1, 1, 1, 2, 2, 2, 2]
+    ),
+    "logarithms": dict(
+        runs=[[(mixed(4, 4, 3, 3, 2, 2, 2, 2, key_norms=2, logarithms=True), 500)]], groups=[0] * 4 + [1] * 4
+    ),
+    "no numbers": dict(runs=[[(mixed(4, 2, 3, 4, value=3, key_norms=0, magnitudes=False), 200)]]),
+    "grades": dict(
+        runs=[
+            [
+                (mixed(8, 4, 4, 2, value=value, key_norms=0, logarithms=True), tokens)
+                for value, tokens in ((8, 70), (4, 130), (2, 300), (1, 64))
+            ],
+            [(mixed(4, 2, 0, 0, value=2, key_norms=0, logarithms=True), 90)],
+            [],
+            [(mixed(3, 3, 2, 1, value=value, key_norms=0, logarithms=True), 1000) for value in (3, 4)],
+        ],
+        rows=2,
+    ),
+    **{
+        f"group {group}": dict(runs=[[(mixed(4, 3, 4, 2), 700)]] * 2, group=group) for group in (1, 2, 3, 6, 8, 12, 16)
+    },
+    **{f"dim {16 * tiles}": dict(runs=[[(mixed(*([4, 2] * 8)[:tiles]), 400)]] * 3) for tiles in (4, 5, 6, 7, 16)},
+    "dim 256, group 8": dict(runs=[[(mixed(*[3] * 16), 400)]], group=8),
+    "dim 256, 8 bits": dict(runs=[[(mixed(*[8] * 16, value=8), 400)]], group=2),
+    "rows": dict(runs=[[(mixed(4, 3, 4, 2), 700)]] * 6, rows=3, group=2),
+    "long": dict(runs=[[(mixed(*[2] * 8, value=2), 40000)]] * 2, group=2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "long"])
+def test_plain(name):
+    case = Case(**CASES[name])
+    same(attend_plain(case.query.double(), case.records, 0.3), case.expected(0.3), 1e-6)
+    same(attend(case.query, case.records, 0.3), case.expected(0.3), 1e-4)
+
+
+def test_bias():
+    case = Case(**CASES["grades"])
+    bias = torch.randn(2, 8, max(case.records.slots), generator=case.generator)
+    bias[:, :, ::3] = -math.inf
+    same(attend(case.query, case.records, 0.3, bias), case.expected(0.3, bias), 1e-4)
+
+
+@needs_kernel
+@pytest.mark.parametrize("scale", [1, 8])
+@pytest.mark.parametrize("name", CASES)
+def test_kernel(name, scale):
+    case = Case(**CASES[name], device="cuda")
+    case.query *= scale
+    for _ in range(2):  # the second time counters must be as they were
+        same(attend(case.query, case.records, 0.1), case.expected(0.1), 2e-3)
+
+
+@needs_kernel
+@pytest.mark.parametrize("name", ["grades", "long", "group 8"])
+def test_kernel_bias(name):
+    case = Case(**CASES[name], device="cuda")
+    bias = torch.randn(*case.query.shape[:2], max(case.records.slots), generator=case.generator)
+    bias[:, :, ::3] = -math.inf
+    bias = bias.cuda()
+    same(attend(case.query, case.records, 0.1, bias), case.expected(0.1, bias), 2e-3)
+
+
+@needs_kernel
+def test_kernel_in_a_graph():
+    case = Case(**CASES["long"], device="cuda")
+    attend(case.query, case.records, 0.1)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = attend(case.query, case.records, 0.1)
+    case.query.copy_(case.query.flip(0, 1, 2))
+    graph.replay()
+    torch.cuda.synchronize()
+    same(found, case.expected(0.1), 2e-3)
+
+
+def test_every_record_is_someones():
+    """Work lists: each record of each head exactly once, places of partial results apart."""
+    for name in ("grades", "partial", "mixed"):
+        records = Case(**CASES[name]).records
+        plan = make_plan(records, 132, 227 * 1024)
+        counts = [sum(run.records for run in own) for own in records.runs]
+        assert plan.work is not None and plan.table is not None
+        seen = [[] for _ in counts]
+        for block, (head, index, splits, count, place, first, units, begin) in enumerate(plan.work.tolist()):
+            assert place == block and count == counts[head]
+            for record in range(index, count, splits):
+                entry = begin + record * units | units << 32 if units else plan.table.tolist()[first + record]
+                seen[head].append((entry & 0xFFFFFFFF, entry >> 32))
+        found = sorted(sum(seen, []))
+        assert [len(own) for own in seen] == counts
+        sizes = [run.layout.nbytes // 16 for own in records.runs for run in own for _ in range(run.records)]
+        assert [size for _, size in found] == sizes
+        assert [at for at, _ in found] == [sum(sizes[:index]) for index in range(len(sizes))]
+
+
+@pytest.mark.parametrize("heads, tokens, blocks", [(8, 131072, 128), (8, 8192, 128), (64, 32768, 128), (2, 131072, 128)])
+def test_blocks_fill_the_gpu(heads, tokens, blocks):
+    run = Run(RecordFormat((4,) * 8, 4), tokens)
+    data = torch.empty(0, dtype=torch.uint8).expand(0)
+    records = Records.__new__(Records)
+    records.data, records.dim, records.runs = data, 128, [(run,)] * heads
+    plan = make_plan(records, 132, 227 * 1024)
+    assert plan.blocks == blocks and plan.work is None
+    assert plan.warps * plan.stages * plan.slot_bytes <= 203 * 1024
+
+
+def test_fake():
+    case = Case(**CASES["rows"])
+    records = case.records
+    plan = make_plan(records, 132, 227 * 1024)
+    numbers = [plan.blocks, plan.warps, plan.stages, plan.slot_bytes, plan.splits, plan.records, plan.units]
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        query = mode.from_tensor(case.query)
+        output, lse = torch.ops.kvfold.attend_records(
+            query, records.data, records.books, None, None, None, plan.arrived, numbers, 0.1
+        )
+    assert output.shape == query.shape and lse.shape == query.shape[:2]
+    assert output.dtype == lse.dtype == torch.float32
+
+
+def test_why_not():
+    assert "96" in problem(torch.device("cuda"), 72)
+    assert "17" in problem(torch.device("cuda"), 128, 17)
+    assert problem(torch.device("cpu")) == "no CUDA device"
+
+
+def test_why_not_on_a_gpu(monkeypatch):
+    from torch.utils import cpp_extension
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    assert "8.9" in problem(torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", None)
+    assert "nvcc" in problem(torch.device("cuda"))
+
+
+def test_bad_input():
+    case = Case(**CASES["rows"])
+    with pytest.raises(ValueError, match="does not fit"):
+        attend(case.query[:, :3], case.records, 1.0)
+    with pytest.raises(ValueError, match="bias"):
+        attend(case.query, case.records, 1.0, torch.zeros(3, 4, 64))
+    with pytest.raises(ValueError, match="bytes"):
+        Records(case.records.data[:-16], case.records.books, case.records.runs)
+    with pytest.raises(ValueError, match="tiles"):
+        other = replace(UNIFORM[0], key_widths=(1,) * 3)
+        Records(case.records.data, case.records.books, [(Run(other, 700),)] * 6)
+    with pytest.raises(ValueError, match="levels"):
+        book({2: [0, 1, 2, 64]})
+    with pytest.raises(ValueError, match="levels"):
+        book({3: [0, 1, 2, 3]})
+
