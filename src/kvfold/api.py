@@ -112,7 +112,7 @@ def check_calibration(model: Any, method: Method) -> None:
     if wanted is not None and wanted != fingerprint(model):
         raise KvfoldError(
             f"the calibration of {method.name} was measured on another model than this {type(model).__name__}: run"
-            f" kvfold calibrate {method.name} on this one"
+            f" {method.calibrated_by} on this one"
         )
 
 

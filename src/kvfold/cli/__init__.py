@@ -18,6 +18,7 @@ from kvfold.cli.fold import fold as fold_command
 from kvfold.cli.inspect import inspect as inspect_command
 from kvfold.cli.methods import methods as methods_command
 from kvfold.cli.report import report as report_command
+from kvfold.cli.train_gates import train_gates as train_gates_command
 
 app = typer.Typer(
     cls=Commands,
@@ -57,12 +58,13 @@ for _command, _example in (
     (inspect_command, "report.kvf --png heat.png"),
     (methods_command, "--json"),
     (calibrate_command, "blockgtq demo --text novel.txt -o energies.safetensors"),
+    (train_gates_command, "demo --text novel.txt --budget 128 -o gates.safetensors"),
     (report_command, "results/ -o report.html"),
     (eval_command, "-m demo --method rdkv --method snapkv:bits=4 --keep 0.25,0.1 --task needle -o results"),
     (doctor_command, ""),
     (demo_command, "--keep 0.1"),
 ):
-    _name = _command.__name__.rstrip("_")
+    _name = _command.__name__.rstrip("_").replace("_", "-")
     app.command(_name, epilog=f"Example: kvfold {_name} {_example}".rstrip())(_command)
 
 

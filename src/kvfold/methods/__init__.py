@@ -26,6 +26,7 @@ from kvfold.methods.baselines import (
     Uniform,
 )
 from kvfold.methods.blockgtq import BlockGTQ
+from kvfold.methods.dbtrimkv import DBTrimKV
 from kvfold.methods.full import Full
 from kvfold.methods.rdkv import RDKV
 from kvfold.methods.rdkv_published import PublishedRDKV
@@ -36,6 +37,7 @@ METHODS: dict[str, type[Method]] = {
         AdaKV,
         AttentionMatching,
         BlockGTQ,
+        DBTrimKV,
         ExpectedAttention,
         Full,
         KeyDiff,
@@ -87,6 +89,7 @@ __all__ = [
     "AdaKV",
     "AttentionMatching",
     "BlockGTQ",
+    "DBTrimKV",
     "ExpectedAttention",
     "Full",
     "KeyDiff",

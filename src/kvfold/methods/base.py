@@ -187,6 +187,11 @@ class Method(ABC):
         """Fingerprint of the only model it may fold; None: any. KvfoldError where its calibration cannot be read."""
         return None
 
+    @property
+    def calibrated_by(self) -> str:
+        """Command that calibrates it for another model."""
+        return f"kvfold calibrate {self.name}"
+
     def check(self, tokens: int, kv_heads: int, key_dim: int, value_dim: int) -> None:
         """Raise BudgetError if a prompt of that size cannot be folded within the budget."""
 

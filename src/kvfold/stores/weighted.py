@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from kvfold.kernels.reference import Part, attend, merge, soft_cap, softmax_part
 from kvfold.stores.base import AttendContext, Kept, Rotary, Store
 from kvfold.stores.tokenwise import attend_rows
 from kvfold.stores.trizone import position_dtype
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass(frozen=True)
@@ -159,7 +162,7 @@ class WeightedStore(Store):
         bias = segment["bias"].float() if "bias" in segment else None
         return Kept(segment["positions"].long(), segment["keys"].float(), segment["values"].float(), bias)
 
-    def _pick(self, layout: WeightedLayout, rows: Sequence[int], before: int | None = None) -> WeightedStore:
+    def _pick(self, layout: WeightedLayout, rows: Sequence[int], before: int | None = None) -> Self:
         """A store of some rows' tokens, of those at positions below `before` only."""
         chosen = [self._head(row, head) for row in rows for head in range(self.kv_heads)]
         if before is not None:
@@ -169,14 +172,14 @@ class WeightedStore(Store):
         buffers = {name: torch.cat([segment[name] for segment in chosen]) for name, _ in self._named()}
         device = self.buffers["counts"].device
         buffers["counts"] = torch.tensor(counts, dtype=torch.int32, device=device).view(len(rows), -1)
-        return WeightedStore(layout, buffers)
+        return type(self)(layout, buffers)
 
-    def crop(self, tokens: int) -> WeightedStore:
+    def crop(self, tokens: int) -> Self:
         gone = self.tokens - tokens
         real = tuple(max(count - gone, 0) for count in self.real_tokens)
         return self._pick(WeightedLayout(tokens, real), range(self.rows), before=tokens)
 
-    def select(self, rows: Tensor) -> WeightedStore:
+    def select(self, rows: Tensor) -> Self:
         chosen = rows.tolist()
         return self._pick(
             replace(self.layout, real_tokens=tuple(self.real_tokens[row] for row in chosen)), chosen
@@ -191,5 +194,5 @@ class WeightedStore(Store):
         return dict(vars(self.layout))
 
     @classmethod
-    def from_state(cls, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> WeightedStore:
+    def from_state(cls, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> Self:
         return cls(WeightedLayout(meta["tokens"], tuple(meta["real_tokens"])), tensors)

@@ -1,0 +1,31 @@
+"""Ranks within groups of any size: what a global top-k, or one for each head, keeps."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def ranks(scores: Tensor, positions: Tensor, groups: Tensor) -> Tensor:
+    """Rank of each entry within its group, 0 for the highest score; of equal scores the newest is first.
+
+    Parameters
+    ----------
+    scores : (n,) float32
+    positions : (n,) integer
+        The larger, the newer. Equal ones too keep their order.
+    groups : (n,) int64
+        From 0 on.
+
+    Returns
+    -------
+    (n,) int64
+    """
+    order = positions.argsort(descending=True, stable=True)
+    order = order[scores[order].argsort(descending=True, stable=True)]
+    order = order[groups[order].argsort(stable=True)]
+    sizes = groups.bincount()
+    starts = sizes.cumsum(0) - sizes
+    found = torch.empty_like(groups)
+    found[order] = torch.arange(len(groups), device=groups.device) - starts[groups[order]]
+    return found

@@ -1,0 +1,51 @@
+"""Kept tokens that can be judged again: beside keys and values, how fast each may be forgotten."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvfold.kernels.reference import Part, attend, merge
+from kvfold.stores.base import AttendContext
+from kvfold.stores.weighted import WeightedStore
+
+
+class RetainedStore(WeightedStore):
+    """A weighted store whose tokens each carry "log_beta" (kept,) float32.
+
+    Every buffer is exactly as long as what is kept: heads that keep little take little, and nothing is rounded up to pages.
+    """
+
+    kind = "retained"
+    purposes = {**WeightedStore.purposes, "log_beta": "retention"}
+
+    @staticmethod
+    def entry_bytes(key_dim: int, value_dim: int, tokens: int) -> int:
+        """Bytes of one kept token of a segment of `tokens`."""
+        return WeightedStore.token_bytes(key_dim, value_dim, tokens, bias=False) + torch.float32.itemsize
+
+    def attend(self, query: Tensor, rows: Tensor | None, context: AttendContext) -> Part:
+        if query.device.type == "cpu":
+            return super().attend(query, rows, context)
+        return self.attend_padded(query, rows, context)
+
+    def attend_padded(self, query: Tensor, rows: Tensor | None, context: AttendContext) -> Part:
+        """As `attend`: all rows and heads at once, as long as the longest, which waits for no transfer from a GPU."""
+        counts = self.buffers["counts"].long()
+        starts = (counts.flatten().cumsum(0) - counts.flatten()).view_as(counts)
+        if rows is not None:
+            counts, starts = counts[rows], starts[rows]
+        longest = max((len(segment["keys"]) for segment in self._heads), default=0)
+        last = max(len(self.buffers["keys"]) - 1, 0)
+        parts = []
+        for start in range(0, max(longest, 1), self.block):
+            place = torch.arange(start, min(start + self.block, longest), device=query.device)
+            index = (starts[..., None] + place).clamp_max(last)
+            keys, values = self.buffers["keys"][index], self.buffers["values"][index]
+            mask = (place < counts[..., None]).repeat_interleave(query.shape[1] // self.kv_heads, 1)[
+                :, :, None
+            ]
+            if context.expand is not None:
+                keys, values = context.expand(keys, values)
+            parts.append(attend(query, keys, values, context.scaling, mask, context.softcap))
+        return merge(parts)
