@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal
 
@@ -21,9 +21,6 @@ from kvfold.stores.base import Store
 from kvfold.stores.rotated import RotatedLayout, RotatedStore, without_constant
 from kvfold.stores.tokenwise import padding_of, shifts_of
 
-NORM_BITS = 8
-"""Bits of a block, which are two of the code's, that a 16-bit norm costs."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class BlockGTQ(Method):
@@ -39,28 +36,36 @@ class BlockGTQ(Method):
         Width of value codes; by default `bits`, rounded, or the whole bits of the budget's average.
     norms : "token" or "group"
         One norm for a key, of which each group of equally wide blocks has a fixed share, or one for each group as in the
-        paper. The second is more exact and costs 16 bits a group and token.
+        paper: more exact, and worth its bytes where norms have 8 bits and groups are few.
+    norm_bits : 8 or 16
+        Norms as logarithms, in sixteenths of an octave, or as float16 (paper).
     score : "sum" or "product"
         What a block's bits are worth: mean squared query plus mean squared key, halved (paper), or their product, which
         is what the squared error of a logit is proportional to.
     share : "head" or "layer"
         Heads get equal bits (paper), or share a layer's.
+    widths : tuple of int
+        What the width of a key's code may be. (2, 3, 4, 8) and the like suit GPU kernels.
     most_widths : int, optional
-        Distinct widths of a head at most.
+        Distinct widths of a head at most, 1 to 4; None: as many as `widths` has (paper).
     tile : int
         Channels, in order of their score, that have one width: 16 suits tensor cores. At least 2, a block.
     bias : "out", "mean" or "in"
         Take the bias of the model's key projection out of keys before coding, their mean before RoPE, or nothing (paper).
+    sinks : int
+        First tokens of a sequence kept exact (paper, with buffer: 4). They are far from the mean and draw the most attention.
     recent : int
-        Newest tokens of a prompt kept exact.
+        Newest tokens of a prompt kept exact (paper, with buffer: 128).
     sampled : int
         Queries, spread evenly over the prompt, that tell the energies.
     calibration : str, optional
-        File of energies from `kvfold calibrate blockgtq`, instead of the prompt's own. Of the same model and `bias`.
+        File of energies (`kvfold calibrate blockgtq`) to take instead of the prompt's own.
     rotation : "hadamard" or "haar"
         Randomised Hadamard, or uniformly random as in the paper.
     block_tokens : int
-        Generated tokens coded at a time, one block late (0: never), by the widths of the prompt before them.
+        Generated tokens coded at a time, one block late, by the widths of the prompt before them: while decoding the newest
+        `block_tokens` or more, fewer than twice that, are exact. 1 codes each token as soon as the next one has come
+        (paper, no buffer), 0 none.
 
     Notes
     -----
@@ -79,12 +84,15 @@ class BlockGTQ(Method):
     keep: float | None = None
     bits_per_element: float | None = None
     value_bits: int | None = None
-    norms: Literal["token", "group"] = "token"
+    norms: Literal["token", "group"] = "group"
+    norm_bits: Literal[8, 16] = 8
     score: Score = "product"
     share: Literal["head", "layer"] = "head"
-    most_widths: int | None = None
+    widths: tuple[int, ...] = tuple(range(1, 9))
+    most_widths: int | None = 3
     tile: int = 2
-    bias: KeyBias = "out"
+    bias: KeyBias = "mean"
+    sinks: int = 4
     recent: int = 0
     sampled: int = 512
     calibration: str | None = None
@@ -100,12 +108,18 @@ class BlockGTQ(Method):
             raise ValueError(f"bits must be an average from 1 to 8, got {self.bits!r}")
         if self.value_bits is not None and self.value_bits not in range(1, 9):
             raise ValueError(f"value_bits must be an integer from 1 to 8, got {self.value_bits!r}")
-        if self.most_widths is not None and self.most_widths not in range(1, 9):
-            raise ValueError(f"most_widths must be from 1 to 8, got {self.most_widths!r}")
+        if not self.widths or any(width not in range(1, 9) for width in self.widths):
+            raise ValueError(f"widths must be chosen from 1 to 8, got {self.widths!r}")
+        if self.bits is not None and not min(self.widths) <= self.bits <= max(self.widths):
+            raise ValueError(f"bits must lie within widths {self.widths}, got {self.bits!r}")
+        if self.most_widths is not None and self.most_widths not in range(1, 5):
+            raise ValueError(f"most_widths must be from 1 to 4, got {self.most_widths!r}")
+        if self.norm_bits not in (8, 16):
+            raise ValueError(f"norm_bits must be 8 or 16, got {self.norm_bits!r}")
         if self.tile < 2 or self.tile % 2:
             raise ValueError(f"tile must be an even number of channels, got {self.tile!r}")
-        if self.recent < 0 or self.sampled < 1:
-            raise ValueError("recent must not be negative, and sampled at least 1")
+        if min(self.recent, self.sinks) < 0 or self.sampled < 1:
+            raise ValueError("recent and sinks must not be negative, and sampled at least 1")
         check_block("block_tokens", self.block_tokens)
 
     @property
@@ -136,7 +150,7 @@ class BlockGTQ(Method):
 
     @property
     def shortest(self) -> int:
-        return 32 + self.recent
+        return 32 + self.sinks + self.recent
 
     @property
     def block(self) -> int:
@@ -148,8 +162,9 @@ class BlockGTQ(Method):
                 f"keys of {key_dim} channels do not divide into tiles of {self.tile}: choose another tile"
             )
         tokens = max(tokens - self.recent, 1)
-        least = tokens * self._token_bytes([((1, key_dim),)] * kv_heads, self.value_bits or 1, value_dim)
-        least += self._constant_bytes(kv_heads, key_dim)
+        narrowest = ((min(self.widths), key_dim),)
+        least = tokens * self._token_bytes([narrowest] * kv_heads, self.value_bits or 1, value_dim)
+        least += self._constant_bytes(kv_heads, key_dim, value_dim)
         full = 2 * tokens * kv_heads * (key_dim + value_dim)
         if self.budget and self.budget.bytes(tokens, kv_heads, key_dim, value_dim) < least:
             raise BudgetError(
@@ -165,13 +180,15 @@ class BlockGTQ(Method):
         lost = view.tokens - tokens
         keys, values = view.keys[:, :, :tokens], view.values[:, :, :tokens]
         positions, valid = view.positions[:, :tokens], view.valid[:, :, :tokens]
-        constant = key_constant(view, self.bias)
+        sinks = 0 if view.previous is not None else self.sinks
+        ordinary = replace(view, valid=view.valid & _after(view, sinks))
+        constant = key_constant(ordinary, self.bias)
         extra = padding_of(valid)
         if constant is not None:
             extra["key_mean"] = constant
         before = _previous(view)
         if before is None:
-            key_codes, value_code, constants = self._calibrate(view, constant, tokens, valid)
+            key_codes, value_code, constants = self._calibrate(ordinary, constant, tokens, valid)
         else:
             key_codes, value_code, constants = before
         layout = RotatedLayout(
@@ -184,6 +201,8 @@ class BlockGTQ(Method):
             keys=key_codes,
             values=(value_code,) * keys.shape[1],
             turned=constant is not None and view.rotary is not None,
+            sinks=sinks,
+            norm_bits=self.norm_bits,
         )
         return RotatedStore.encode(keys, values, layout, {**extra, **constants}, view.rotary)
 
@@ -207,7 +226,8 @@ class BlockGTQ(Method):
         blocks = energy.blocks(self.score)
         query, key = energy.in_blocks(blocks)
         scores = worth(query, key, self.score)
-
+        # Of nothing but zeros no block is worth more than another.
+        scores = torch.where(scores.amax(1, keepdim=True) > 0, scores, 1)
         widths, value_bits = self._allocate(scores, view, tokens, valid)
         order = (widths * -1).to(blocks.device).argsort(dim=-1, stable=True)
         channels = blocks.gather(1, order[..., None].expand_as(blocks)).flatten(1)
@@ -234,16 +254,19 @@ class BlockGTQ(Method):
             return self._widths(scores, int(bits * blocks), 0), value_bits
         real = valid.any(1).sum(1).tolist()
         have = sum(self.budget.bytes(count, heads, key_dim, value_dim) for count in real)
-        have -= len(real) * self._constant_bytes(heads, key_dim) + sum(
-            tensor.numel() for tensor in padding_of(valid).values()
-        )
+        have -= len(real) * self._constant_bytes(heads, key_dim, value_dim)
+        have -= sum(tensor.numel() for tensor in padding_of(valid).values())
         a_token = have // (len(real) * tokens)
+        # In bits of a block, which are two of the code's.
+        norm = self.norm_bits // 2 if self.norms == "group" else 0
+        least = min(self.widths) * blocks + norm
+        most = max(self.widths) * blocks + norm * (self.most_widths or 8)
         # Of the payload, beside a norm of each key and value.
-        average = 8 * (a_token - 4 * heads) // (heads * (key_dim + value_dim))
-        value_bits = self.value_bits or max(1, min(8, average))
+        average = (8 * a_token / heads - 2 * self.norm_bits) / (key_dim + value_dim)
+        value_bits = self.value_bits or max(1, min(8, int(average + 0.5)))
         a_head = 8 * (a_token - self._token_bytes([], value_bits, value_dim, heads)) // heads
-        norm = NORM_BITS if self.norms == "group" else 0
-        least, most = blocks + norm, 8 * blocks + 8 * norm
+        if self.value_bits is None and value_bits > 1 and a_head < 2 * least:
+            value_bits, a_head = value_bits - 1, a_head + value_dim
         for total in range(max(min(a_head // 2, most), least), least - 1, -1):
             widths = self._widths(scores, total, norm)
             # Groups end at whole bytes, so that a total may be a little too much.
@@ -260,6 +283,7 @@ class BlockGTQ(Method):
         return allocate_blocks(
             scores,
             torch.full(scores.shape[:1], total),
+            widths=self.widths,
             shared=self.share == "layer",
             most_widths=self.most_widths,
             width_cost=norm,
@@ -279,18 +303,29 @@ class BlockGTQ(Method):
         value = RotatedCode(((value_bits, value_dim),))
         keys = [RotatedCode(one, norms=self.norms) for one in groups]
         count = len(groups) if heads is None else heads
-        return sum(code.nbytes + 2 * code.scales for code in keys) + count * (value.nbytes + 2 * value.scales)
+        norm = self.norm_bits // 8
+        return sum(code.nbytes + norm * code.scales for code in keys) + count * (value.nbytes + norm)
 
-    def _constant_bytes(self, heads: int, key_dim: int) -> int:
-        """Bytes of a row's constants, at most."""
-        shares = 2 * min(self.most_widths or 8, key_dim // self.tile) if self.norms == "token" else 0
-        return heads * (key_dim + 2 * key_dim * (self.bias != "in") + shares)
+    def _constant_bytes(self, heads: int, key_dim: int, value_dim: int) -> int:
+        """Bytes of a row's constants and sinks, at most."""
+        groups = min(self.most_widths or 8, key_dim // self.tile)
+        shares, norms = (2 * groups, 1) if self.norms == "token" else (0, groups)
+        units = 4 * (norms + 1) if self.norm_bits == 8 else 0
+        exact = 2 * self.sinks * (key_dim + value_dim)
+        return heads * (key_dim + 2 * key_dim * (self.bias != "in") + shares + units + exact)
 
 
 def groups_of(widths: Tensor) -> tuple[tuple[int, int], ...]:
     """(width, channels) from the widest on, of blocks of two channels."""
     ordered = sorted(widths.tolist(), reverse=True)
     return tuple((width, 2 * len(list(same))) for width, same in groupby(ordered))
+
+
+def _after(view: LayerView, sinks: int) -> Tensor:
+    """Which tokens come after the first real ones of their row, (batch, 1, tokens) bool."""
+    first = view.tokens - torch.tensor(view.real_tokens, device=view.keys.device)
+    index = torch.arange(view.tokens, device=view.keys.device)
+    return (index >= first[:, None] + sinks)[:, None]
 
 
 def _previous(view: LayerView) -> tuple[tuple[RotatedCode, ...], RotatedCode, dict[str, Tensor]] | None:
@@ -300,6 +335,7 @@ def _previous(view: LayerView) -> tuple[tuple[RotatedCode, ...], RotatedCode, di
     store, rows = view.previous
     if not isinstance(store, RotatedStore):
         return None
-    names: list[str] = [name for name in ("key_order", "key_shares") if name in store.buffers]
+    shared = ("key_order", "key_shares", "key_units", "value_units")
+    names: list[str] = [name for name in shared if name in store.buffers]
     constants = {name: store.buffers[name] if rows is None else store.buffers[name][rows] for name in names}
     return store.layout.keys, store.layout.values[0], constants
