@@ -8,7 +8,7 @@ import torch
 
 from kvfold.codecs.codebook import gaussian_levels
 from kvfold.codecs.fragments import Coded, RecordFormat, pack
-from kvfold.kernels.records import Records, Run, attend, attend_plain, book, make_plan, problem
+from kvfold.kernels.records import Records, Run, _no_compiler, attend, attend_plain, book, make_plan, problem
 
 no_kernel = problem(torch.device("cuda"))
 needs_kernel = pytest.mark.skipif(no_kernel is not None, reason=str(no_kernel))
@@ -144,11 +144,12 @@ CASES = {
     "dim 256, group 8": dict(runs=[[(mixed(*[3] * 16), 400)]], group=8),
     "dim 256, 8 bits": dict(runs=[[(mixed(*[8] * 16, value=8), 400)]], group=2),
     "rows": dict(runs=[[(mixed(4, 3, 4, 2), 700)]] * 6, rows=3, group=2),
+    "uneven": dict(runs=[[(mixed(4, 3, 4, 2), tokens)] for tokens in (20000, 64, 3000)], group=2),
     "long": dict(runs=[[(mixed(*[2] * 8, value=2), 40000)]] * 2, group=2),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "long"])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ("long", "uneven")])
 def test_plain(name):
     case = Case(**CASES[name])
     same(attend_plain(case.query.double(), case.records, 0.3), case.expected(0.3), 1e-6)
@@ -197,45 +198,56 @@ def test_kernel_in_a_graph():
 
 
 def test_every_record_is_someones():
-    """Work lists: each record of each head exactly once, places of partial results apart."""
-    for name in ("grades", "partial", "mixed"):
+    """Work lists: each record of each head exactly once, with its format; places of partial results apart."""
+    for name in ("grades", "partial", "mixed", "uneven"):
         records = Case(**CASES[name]).records
-        plan = make_plan(records, 132, 227 * 1024)
-        counts = [sum(run.records for run in own) for own in records.runs]
-        assert plan.work is not None and plan.table is not None
-        seen = [[] for _ in counts]
-        for block, (head, index, splits, count, place, first, units, begin) in enumerate(plan.work.tolist()):
-            assert place == block and count == counts[head]
-            for record in range(index, count, splits):
-                entry = begin + record * units | units << 32 if units else plan.table.tolist()[first + record]
-                seen[head].append((entry & 0xFFFFFFFF, entry >> 32))
-        found = sorted(sum(seen, []))
-        assert [len(own) for own in seen] == counts
-        sizes = [run.layout.nbytes // 16 for own in records.runs for run in own for _ in range(run.records)]
-        assert [size for _, size in found] == sizes
-        assert [at for at, _ in found] == [sum(sizes[:index]) for index in range(len(sizes))]
+        work = make_plan(records, 4, 132, 227 * 1024).work
+        assert work is not None
+        found = []
+        for block, own in enumerate(work.tolist()):
+            head, index, splits, first, run_index, run_blocks, count, tokens, begin, units = own[:10]
+            assert block == first + index and index < splits and work[first, 0] == head
+            assert sum(row[0] == head for row in work.tolist()) == splits
+            for record in range(run_index, count, run_blocks):
+                found.append((begin + record * units, head, *own[9:14], own[14] + record * 64))
+                found[-1] += (tokens if record == count - 1 else 64,)
+        at, expected = 0, []
+        for head, own in enumerate(records.runs):
+            place = 0
+            for run in own:
+                widths = list(run.layout.key_widths) + [0] * 16
+                words = [sum(w << 4 * i for i, w in enumerate(widths[start : start + 8])) for start in (0, 8)]
+                words = [word - 2**32 if word >= 2**31 else word for word in words]
+                flags = bool(run.layout.key_norms) + 2 * run.layout.magnitudes + 4 * run.layout.logarithms
+                units = run.layout.nbytes // 16
+                for record in range(run.records):
+                    tokens = min(64, run.tokens - 64 * record)
+                    expected.append((at, head, units, *words, run.layout.value_width, flags, place, tokens))
+                    at, place = at + units, place + 64
+        assert sorted(found) == expected
 
 
-@pytest.mark.parametrize("heads, tokens, blocks", [(8, 131072, 128), (8, 8192, 128), (64, 32768, 128), (2, 131072, 128)])
-def test_blocks_fill_the_gpu(heads, tokens, blocks):
+@pytest.mark.parametrize("heads, tokens", [(8, 131072), (8, 8192), (64, 32768), (2, 131072)])
+def test_blocks_fill_the_gpu(heads, tokens):
     run = Run(RecordFormat((4,) * 8, 4), tokens)
     data = torch.empty(0, dtype=torch.uint8).expand(0)
     records = Records.__new__(Records)
     records.data, records.dim, records.runs = data, 128, [(run,)] * heads
-    plan = make_plan(records, 132, 227 * 1024)
-    assert plan.blocks == blocks and plan.work is None
-    assert plan.warps * plan.stages * plan.slot_bytes <= 203 * 1024
+    plan = make_plan(records, 4, 132, 227 * 1024)
+    assert 112 <= plan.blocks <= 132 and plan.work is None
+    assert plan.warps * plan.stages * plan.slot_bytes <= 220 * 1024
+    rounds = -(-run.records // (plan.common[2] * plan.warps))
+    assert tokens * heads / 64 > 0.9 * plan.blocks * plan.warps * rounds
 
 
 def test_fake():
     case = Case(**CASES["rows"])
     records = case.records
-    plan = make_plan(records, 132, 227 * 1024)
-    numbers = [plan.blocks, plan.warps, plan.stages, plan.slot_bytes, plan.splits, plan.records, plan.units]
+    plan = make_plan(records, 4, 132, 227 * 1024)
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
         query = mode.from_tensor(case.query)
         output, lse = torch.ops.kvfold.attend_records(
-            query, records.data, records.books, None, None, None, plan.arrived, numbers, 0.1
+            query, records.data, records.books, None, None, plan.arrived, plan.numbers, 0.1
         )
     assert output.shape == query.shape and lse.shape == query.shape[:2]
     assert output.dtype == lse.dtype == torch.float32
@@ -255,7 +267,9 @@ def test_why_not_on_a_gpu(monkeypatch):
     assert "8.9" in problem(torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(cpp_extension, "CUDA_HOME", None)
+    _no_compiler.cache_clear()
     assert "nvcc" in problem(torch.device("cuda"))
+    _no_compiler.cache_clear()
 
 
 def test_bad_input():
@@ -270,7 +284,9 @@ def test_bad_input():
         other = replace(UNIFORM[0], key_widths=(1,) * 3)
         Records(case.records.data, case.records.books, [(Run(other, 700),)] * 6)
     with pytest.raises(ValueError, match="levels"):
-        book({2: [0, 1, 2, 64]})
+        book({2: [0, 1, 2, 128]})
     with pytest.raises(ValueError, match="levels"):
         book({3: [0, 1, 2, 3]})
+    with pytest.raises(ValueError, match="eight below 0"):
+        book({4: list(range(16))})
 

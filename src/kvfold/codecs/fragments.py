@@ -1,13 +1,10 @@
 """Records: 64 coded tokens of one KV head, laid out as tensor cores want their left operand.
 
-A record is a header, 16-bit or 8-bit numbers of its tokens (norms of keys, magnitudes of values), then the codes of its keys and
-of its values, a tile of 16 channels after the other. Every tile of keys has a width of its own, all values of a record have one.
+A record is 16-bit or 8-bit numbers of its tokens (norms of keys, magnitudes of values), then the codes of its keys and of its
+values, a tile of 16 channels after the other. Every tile of keys has a width of its own, all values of a record have one.
 Inside a tile the codes lie as 32 threads hold them, eight registers of four each, when a matrix product of 8-bit integers takes
 its left operand from registers (PTX ISA, mma.m16n8k16 and m16n8k32): keys with tokens as rows, values with channels as rows.
 
-header (16 bytes, little endian)
-    widths of the tiles of keys (4 bits each, 16 tiles), width of values (1 byte), flags (1 byte: 1 has norms, 2 has magnitudes,
-    4 they are logarithms), tokens (2 bytes), 4 bytes unused
 numbers of tokens (128 bytes each, 64 as logarithms)
     the norm of each group of tiles, then the magnitude; of token 16 i + 8 j + row at index 8 row + 2 i + j
 codes of a tile (128 bytes times the width)
@@ -32,7 +29,6 @@ MOST_TILES = 16
 WIDTHS = (1, 2, 3, 4, 8)
 STEPS = 16
 """Logarithms: steps in an octave, 128 stands for 1."""
-HEADER = 16
 
 Kind = Literal["keys", "values"]
 
@@ -80,23 +76,16 @@ class RecordFormat:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Bytes of each part, as they follow each other: header, numbers, each tile of keys, all values."""
+        """Bytes of each part, as they follow each other: numbers, each tile of keys, all values."""
         number = TOKENS * (1 if self.logarithms else 2)
         numbers = (self.key_norms + self.magnitudes) * number
         tiles = [_tile_bytes(width) for width in self.key_widths]
-        return [HEADER, numbers, *tiles, _tile_bytes(self.value_width) * len(self.key_widths)]
+        return [numbers, *tiles, _tile_bytes(self.value_width) * len(self.key_widths)]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a record, a multiple of 16."""
+        """Bytes of a record, a multiple of 64."""
         return sum(self.sizes)
-
-    def header(self, tokens: int) -> Tensor:
-        """(16,) uint8 of a record of so many tokens."""
-        flags = (self.key_norms > 0) | self.magnitudes << 1 | self.logarithms << 2
-        words = sum(width << (4 * index) for index, width in enumerate(self.key_widths))
-        words |= self.value_width << 64 | flags << 72 | tokens << 80
-        return torch.tensor(list(words.to_bytes(HEADER, "little")), dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -138,16 +127,10 @@ def pack(coded: Coded, layout: RecordFormat) -> Tensor:
         Shapes or dtypes are not those of the format.
     """
     _check(coded, layout)
-    tokens = coded.keys.shape[-2]
     keys, values = (_whole(x, 2) for x in (coded.keys, coded.values))
-    leading, device = keys.shape[:-2], keys.device
-    headers = layout.header(TOKENS).repeat(-(-tokens // TOKENS), 1)
-    if tokens % TOKENS:
-        headers[-1] = layout.header(tokens % TOKENS)
-    parts = [headers.to(device).expand(*leading, -1, HEADER)]
     arrays = [] if coded.key_norms is None else list(coded.key_norms.unbind(-1))
     arrays += [] if coded.magnitudes is None else [coded.magnitudes]
-    parts += [_pack_numbers(_whole(x, 1)) for x in arrays]
+    parts = [_pack_numbers(_whole(x, 1)) for x in arrays]
     tiles = keys.unflatten(-1, (-1, TILE)).unbind(-2)
     parts += [pack_tile(tile, width, "keys") for tile, width in zip(tiles, layout.key_widths) if width]
     parts += [
@@ -169,13 +152,13 @@ def unpack(records: Tensor, layout: RecordFormat, tokens: int) -> Coded:
     Raises
     ------
     ValueError
-        The records are not of that format, or hold another number of tokens.
+        The records are not of that format, or not as many as the tokens need.
     """
     if records.shape[-1] != layout.nbytes or records.shape[-2] != -(-tokens // TOKENS):
         raise ValueError(
             f"{tokens} tokens are {-(-tokens // TOKENS)} records of {layout.nbytes} bytes, not {tuple(records.shape)}"
         )
-    _, stored, *keys, values = records.split(layout.sizes, -1)
+    stored, *keys, values = records.split(layout.sizes, -1)
     count = layout.key_norms + layout.magnitudes
     chunks = stored.chunk(count, -1) if count else ()
     arrays = [_unpack_numbers(chunk, layout.logarithms)[..., :tokens] for chunk in chunks]

@@ -15,29 +15,35 @@
 #define DEVICE __device__ __forceinline__
 
 constexpr int TILES = HEAD_DIM / 16, HEADS = SETS * 4, TOKENS = 64, THREADS = WARPS * 32;
-constexpr int HEADER = 16, TILE_BYTES = TOKENS * 16 / 8, BOOK = 32, MOST_SPLITS = 128;
+constexpr int TILE_BYTES = TOKENS * 16 / 8, BOOK = 32, MOST_SPLITS = 128;
 constexpr int PASSES = (HEAD_DIM + 127) / 128, HEADS_A_WARP = (HEADS + WARPS - 1) / WARPS;
 constexpr uint32_t LOW_ONES = TILES >= 8 ? 0x11111111u : ((1u << 4 * (TILES & 7)) - 1) / 15, HIGH_ONES = TILES > 8 ? 0x11111111u >> 4 * (16 - TILES) : 0;
-constexpr float NOTHING = -1e30f;
-#ifndef UNIFORM
-#define UNIFORM 1
-#endif
+constexpr float NOTHING = -1e30f, FAR = 65536.f;
 enum Flag { KEY_NORMS = 1, MAGNITUDES = 2, LOGARITHMS = 4 };
 
-struct Problem {          // mirrored in records.py
+struct __align__(16) Work {    // of one block: records of one format; mirrored in records.py, as is Problem
+  int head, index, splits, first_slot;          // (row, KV head), the block's place among those of that head, their number, its first slot
+  int run_index, run_blocks, records, tokens;   // likewise within the run of records; tokens of the last record
+  int begin, units;                             // where the run begins, and a record's size, in units of 16 bytes
+  uint32_t widths[2];                           // of the tiles of keys, four bits each
+  int value_width, flags, bias_first, unused;   // bias_first: the run's first token in the bias
+};
+
+struct Problem {
   const float* query;     // (row heads, group, HEAD_DIM)
   const uint8_t* records;
   const uint8_t* books;   // (row heads, TILES + 1, BOOK)
-  const int4* work;       // (blocks, 2) or null: all row heads have the same number of records of the same size
-  const int64_t* table;   // (records,) units of 16 bytes: where a record begins | its size << 32; only for row heads of mixed sizes
+  const Work* work;       // (blocks,) or null: all row heads have the same runs
   const float* bias;      // (row heads, group, bias_stride)
   float* partial;         // (slots, group, HEAD_DIM)
   float2* partial_sums;   // (slots, group): reference, sum
   int* arrived;           // (row heads,), zero between launches
   float* output;          // (row heads, group, HEAD_DIM)
   float* lse;             // (row heads, group)
-  int row_heads, group, splits, pages, record_units, slot_bytes, stages, bias_stride;
+  int group, slot_bytes, stages, bias_stride;
   float scaling;          // times log2(e)
+  uint32_t two_16;        // 65536, which the compiler must not know: see upper_half
+  Work common;            // where work is null
 };
 
 // ---- instructions ----
@@ -77,13 +83,20 @@ template <bool SIGNED> DEVICE void mma_keys(int (&c)[4], uint32_t a0, uint32_t a
   if (SIGNED) asm volatile("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};" : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a0), "r"(a1), "r"(b));
   else asm volatile("mma.sync.aligned.m16n8k16.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};" : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a0), "r"(a1), "r"(b));
 }
+DEVICE void mma_keys_twice(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b) {   // both left operands by b
+  asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%8}, {%0,%1,%2,%3};" : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b));
+}
 template <bool SIGNED> DEVICE void mma_values(int (&c)[4], const uint32_t* a, uint32_t b0, uint32_t b1) {
   if (SIGNED) asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.u8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   else asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 DEVICE float exp2_fast(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+DEVICE float log2_fast(float x) { float y; asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+DEVICE float inverse_of(float x) { float y; asm("rcp.approx.f32 %0, %1;" : "=f"(y) : "f"(x)); return x > 0.f ? y : 0.f; }
 DEVICE uint32_t transpose(uint32_t x) { uint32_t y; asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x)); return y; }
 DEVICE uint32_t permute(uint32_t a, uint32_t b, uint32_t s) { uint32_t y; asm("prmt.b32 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(s)); return y; }
+// x >> 16 by the multiplier: masks, shifts and permutations share one pipe, which is what bounds the kernel.
+DEVICE uint32_t upper_half(uint32_t x, uint32_t two_16) { return __umulhi(x, two_16); }
 DEVICE float max_over_rows(float x) {   // over the eight lanes of a column pair
 #pragma unroll
   for (int o = 4; o < 32; o *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, o));
@@ -97,14 +110,14 @@ DEVICE float sum_over_rows(float x) {
 
 // ---- codes to levels ----
 
-// Width 4 looks up the level plus 64, in 7 bits: bit 3 of a selector makes prmt repeat the byte's highest bit, 0, so that two half tables can be
-// joined by OR. Width 8 is its own level plus 127.5. Both offsets are taken out by exact sums; the other widths look signed levels up.
-template <int W> constexpr bool is_signed = W <= 3;
-template <int W> DEVICE int without_offset(int sum) { return W == 4 ? 64 * sum : W == 8 ? (255 * sum) >> 1 : 0; }
-template <int W> constexpr float OFFSET = W == 4 ? 64.f : W == 8 ? 127.5f : 0.f;
+// prmt looks four codes up at once, among eight bytes; where bit 3 of a code is set it repeats the byte's highest bit instead. Width 4 has
+// two tables: levels of codes 0 to 7, all negative, and of 8 to 15 plus one, none negative. The wrong one then gives -1 and 0, so that the
+// sum of both products is that of the level. Width 8 is its own level plus 127.5, which exact sums take out.
+template <int W> constexpr bool is_signed = W != 8;
+DEVICE int without_offset(int sum) { return (255 * sum) >> 1; }
 
-// A warp's 32 codes a lane, as eight registers of four levels.
-template <int W> DEVICE void levels(uint32_t (&a)[8], uint32_t codes, uint32_t book, int lane) {
+// A warp's 32 codes a lane, as eight registers of four levels; of width 4, of the second table in `b`.
+template <int W> DEVICE void levels(uint32_t (&a)[8], uint32_t (&b)[8], uint32_t codes, uint32_t book, int lane, uint32_t two_16) {
   if (W == 8) {
     const uint4 u = shared128(codes + lane * 16), v = shared128(codes + 512 + lane * 16);
     a[0] = u.x; a[1] = u.y; a[2] = u.z; a[3] = u.w; a[4] = v.x; a[5] = v.y; a[6] = v.z; a[7] = v.w;
@@ -114,25 +127,30 @@ template <int W> DEVICE void levels(uint32_t (&a)[8], uint32_t codes, uint32_t b
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const uint32_t x = w[i] ^ 0x88888888u;
-      a[2 * i] = permute(t.x, t.y, w[i]) | permute(t.z, t.w, x);
-      a[2 * i + 1] = permute(t.x, t.y, w[i] >> 16) | permute(t.z, t.w, x >> 16);
+      a[2 * i] = permute(t.x, t.y, w[i]); a[2 * i + 1] = permute(t.x, t.y, upper_half(w[i], two_16));
+      b[2 * i] = permute(t.z, t.w, x); b[2 * i + 1] = permute(t.z, t.w, upper_half(x, two_16));
     }
-  } else if (W == 3) {
-    const uint2 u = shared64(codes + lane * 8), t = shared64(book + 16);
-    const uint32_t v = shared32(codes + 256 + lane * 4);
-    const uint32_t last = ((u.x >> 3) & 0x11111111u) | ((u.y >> 2) & 0x22222222u) | ((v >> 1) & 0x44444444u);
-    const uint32_t w[4] = {u.x & 0x77777777u, u.y & 0x77777777u, v & 0x77777777u, last};
-#pragma unroll
-    for (int i = 0; i < 4; i++) { a[2 * i] = permute(t.x, t.y, w[i]); a[2 * i + 1] = permute(t.x, t.y, w[i] >> 16); }
-  } else if (W == 2) {
-    const uint2 u = shared64(codes + lane * 8);
-    const uint32_t t = shared32(book + 24), w[4] = {u.x & 0x33333333u, (u.x >> 2) & 0x33333333u, u.y & 0x33333333u, (u.y >> 2) & 0x33333333u};
-#pragma unroll
-    for (int i = 0; i < 4; i++) { a[2 * i] = permute(t, 0, w[i]); a[2 * i + 1] = permute(t, 0, w[i] >> 16); }
   } else {
-    const uint32_t u = shared32(codes + lane * 4), t = shared32(book + 28);
+    uint32_t w[4];
+    uint2 t;
+    if (W == 3) {
+      const uint2 u = shared64(codes + lane * 8);
+      const uint32_t v = shared32(codes + 256 + lane * 4);
+      t = shared64(book + 16);
+      w[0] = u.x & 0x77777777u; w[1] = u.y & 0x77777777u; w[2] = v & 0x77777777u;
+      w[3] = ((u.x >> 3) & 0x11111111u) | ((u.y >> 2) & 0x22222222u) | ((v >> 1) & 0x44444444u);
+    } else if (W == 2) {
+      const uint2 u = shared64(codes + lane * 8);
+      t.x = t.y = shared32(book + 24);
+      w[0] = u.x & 0x33333333u; w[1] = (u.x >> 2) & 0x33333333u; w[2] = u.y & 0x33333333u; w[3] = (u.y >> 2) & 0x33333333u;
+    } else {
+      const uint32_t u = shared32(codes + lane * 4);
+      t.x = t.y = shared32(book + 28);
 #pragma unroll
-    for (int i = 0; i < 4; i++) { const uint32_t w = (u >> i) & 0x11111111u; a[2 * i] = permute(t, 0, w); a[2 * i + 1] = permute(t, 0, w >> 16); }
+      for (int i = 0; i < 4; i++) w[i] = (u >> i) & 0x11111111u;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) { a[2 * i] = permute(t.x, t.y, w[i]); a[2 * i + 1] = permute(t.x, t.y, upper_half(w[i], two_16)); }
   }
 }
 
@@ -141,7 +159,10 @@ DEVICE void numbers(float (&x)[4][2], uint32_t from, int row, bool logarithms) {
   if (logarithms) {
     const uint2 u = shared64(from + row * 8);
 #pragma unroll
-    for (int i = 0; i < 8; i++) x[i / 2][i % 2] = exp2_fast((float)((i < 4 ? u.x : u.y) >> (8 * (i & 3)) & 255) * 0.0625f - 8.f);
+    for (int i = 0; i < 8; i++) {   // a byte in the mantissa of 2^23
+      const float y = __uint_as_float(permute(i < 4 ? u.x : u.y, 0x4b000000u, 0x7440 + i % 4));
+      x[i / 2][i % 2] = exp2_fast(fmaf(y, 0.0625f, -524288.f - 8.f));
+    }
   } else {
     const uint4 u = shared128(from + row * 16);
     const uint32_t w[4] = {u.x, u.y, u.z, u.w};
@@ -149,32 +170,33 @@ DEVICE void numbers(float (&x)[4][2], uint32_t from, int row, bool logarithms) {
     for (int i = 0; i < 4; i++) { const float2 f = __half22float2(*reinterpret_cast<const __half2*>(&w[i])); x[i][0] = f.x; x[i][1] = f.y; }
   }
 }
-
-// ---- one tile of keys, all tiles of values ----
-
-template <int W> DEVICE void keys(int (&c)[SETS][4][4], int (&offset)[SETS], uint32_t codes, uint32_t book, const uint32_t (&q)[SETS], uint32_t sums, int lane) {
-  uint32_t a[8];
-  levels<W>(a, codes, book, lane);
+DEVICE void ones(float (&x)[4][2]) {
 #pragma unroll
-  for (int s = 0; s < SETS; s++) {
-    if (!is_signed<W>) offset[s] += without_offset<W>((int)shared32(sums + s * 4 * TILES * 4));
+  for (int i = 0; i < 8; i++) x[i / 2][i % 2] = 1.f;
+}
+
+// ---- tiles of keys, all tiles of values ----
+
+// N tiles of one width that follow each other. Without branches between them, loads go ahead of products.
+template <int W, int N> DEVICE void keys(int (&c)[SETS][4][4], int (&offset)[SETS], uint32_t codes, uint32_t books, uint32_t query, uint32_t sums, int lane, uint32_t two_16) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) mma_keys<is_signed<W>>(c[s][i], a[2 * i], a[2 * i + 1], q[s]);
+  for (int tile = 0; tile < N; tile++) {
+    uint32_t a[8], b[8];
+    levels<W>(a, b, codes + tile * W * TILE_BYTES, books + tile * BOOK, lane, two_16);
+#pragma unroll
+    for (int s = 0; s < SETS; s++) {
+      const uint32_t q = shared32(query + (s * TILES + tile) * 128);
+      if (!is_signed<W>) offset[s] += without_offset((int)shared32(sums + (s * 4 * TILES + tile) * 4));
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        if (W == 4) mma_keys_twice(c[s][i], a[2 * i], a[2 * i + 1], b[2 * i], b[2 * i + 1], q);
+        else mma_keys<is_signed<W>>(c[s][i], a[2 * i], a[2 * i + 1], q);
+      }
+    }
   }
 }
 
-// All tiles, of one width: without branches between them, so that loads go ahead of products.
-template <int W> DEVICE void all_keys(int (&c)[SETS][4][4], int (&offset)[SETS], uint32_t codes, uint32_t books, uint32_t query, uint32_t sums, int lane) {
-#pragma unroll
-  for (int tile = 0; tile < TILES; tile++) {
-    uint32_t q[SETS];
-#pragma unroll
-    for (int s = 0; s < SETS; s++) q[s] = shared32(query + (s * TILES + tile) * 128);
-    keys<W>(c, offset, codes + tile * W * TILE_BYTES, books + tile * BOOK, q, sums + tile * 4, lane);
-  }
-}
-
-template <int W> DEVICE void values(float (&o)[SETS][TILES][2], float (&offset)[SETS], uint32_t codes, uint32_t book, const uint32_t (&p)[SETS][4], const float (&unit)[SETS], int lane) {
+template <int W> DEVICE void values(float (&o)[SETS][TILES][2], float (&offset)[SETS], uint32_t codes, uint32_t book, const uint32_t (&p)[SETS][4], const float (&unit)[SETS], int lane, uint32_t two_16) {
   if (!is_signed<W>) {
     const uint32_t one[4] = {0x01010101u, 0x01010101u, 0x01010101u, 0x01010101u};
 #pragma unroll
@@ -182,18 +204,21 @@ template <int W> DEVICE void values(float (&o)[SETS][TILES][2], float (&offset)[
       int y[4] = {0, 0, 0, 0};
       mma_values<false>(y, one, p[s][0], p[s][1]);
       mma_values<false>(y, one, p[s][2], p[s][3]);
-      offset[s] = fmaf((float)(y[0] * 256 + y[1]), unit[s] * OFFSET<W>, offset[s]);
+      offset[s] = fmaf((float)(y[0] * 256 + y[1]), unit[s] * 127.5f, offset[s]);
     }
   }
 #pragma unroll
   for (int tile = 0; tile < TILES; tile++) {
-    uint32_t a[8];
-    levels<W>(a, codes + tile * W * TILE_BYTES, book, lane);
+    uint32_t a[8], b[8];
+    levels<W>(a, b, codes + tile * W * TILE_BYTES, book, lane, two_16);
 #pragma unroll
     for (int s = 0; s < SETS; s++) {
       int x[4] = {0, 0, 0, 0};
-      mma_values<is_signed<W>>(x, a, p[s][0], p[s][1]);
-      mma_values<is_signed<W>>(x, a + 4, p[s][2], p[s][3]);
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        mma_values<is_signed<W>>(x, a + 4 * half, p[s][2 * half], p[s][2 * half + 1]);
+        if (W == 4) mma_values<true>(x, b + 4 * half, p[s][2 * half], p[s][2 * half + 1]);
+      }
       o[s][tile][0] = fmaf((float)(x[0] * 256 + x[1]), unit[s], o[s][tile][0]);
       o[s][tile][1] = fmaf((float)(x[2] * 256 + x[3]), unit[s], o[s][tile][1]);
     }
@@ -215,27 +240,28 @@ __global__ void __launch_bounds__(THREADS) attend(const Problem p) {
   extern __shared__ __align__(128) uint8_t rings[];
   Shared& sh = *reinterpret_cast<Shared*>(rings + WARPS * p.stages * p.slot_bytes);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  int rh, split, splits = p.splits, pages = p.pages, slot, first = 0, units = p.record_units;
-  uint32_t begin;
+  Work w = p.common;
   if (p.work) {
-    const int4 u = __ldg(p.work + 2 * blockIdx.x), v = __ldg(p.work + 2 * blockIdx.x + 1);
-    rh = u.x; split = u.y; splits = u.z; pages = u.w; slot = v.x; first = v.y; units = v.z; begin = (uint32_t)v.w;
+    const int4* from = reinterpret_cast<const int4*>(p.work + blockIdx.x);
+#pragma unroll
+    for (int i = 0; i < 4; i++) reinterpret_cast<int4*>(&w)[i] = __ldg(from + i);
   } else {
-    rh = blockIdx.x / splits; split = blockIdx.x - rh * splits; slot = blockIdx.x; begin = (uint32_t)(rh * pages) * units;
+    w.head = blockIdx.x / w.splits;
+    w.index = w.run_index = blockIdx.x - w.head * w.splits;
+    w.first_slot = w.head * w.splits;
+    w.begin = w.head * w.records * w.units;
   }
-  const int start = warp * splits + split, step = WARPS * splits, count = start < pages ? (pages - start + step - 1) / step : 0;
+  const int start = warp * w.run_blocks + w.run_index, step = WARPS * w.run_blocks;
+  const int count = start < w.records ? (w.records - start + step - 1) / step : 0;
   uint8_t* ring = rings + warp * p.stages * p.slot_bytes;
   const uint32_t ring_at = address(ring), barriers = address(sh.barriers[warp]);
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  auto entry = [&](int i) -> uint64_t {
-    const int page = start + i * step;
-    return units ? (uint64_t)(begin + (uint32_t)page * units) | (uint64_t)units << 32 : (uint64_t)__ldg(p.table + first + page);
-  };
-  auto fetch = [&](uint64_t e, int stage) {
-    const uint32_t n = (uint32_t)(e >> 32) * 16;
-    barrier_expect(barriers + 8 * stage, n);
-    bulk_copy(ring_at + stage * p.slot_bytes, p.records + (e & 0xffffffffu) * 16, n, barriers + 8 * stage, policy);
+  const uint8_t* source = p.records + ((size_t)(uint32_t)w.begin + (size_t)start * w.units) * 16;
+  const uint32_t record_bytes = w.units * 16;
+  auto fetch = [&](int i, int stage) {
+    barrier_expect(barriers + 8 * stage, record_bytes);
+    bulk_copy(ring_at + stage * p.slot_bytes, source + (size_t)i * step * record_bytes, record_bytes, barriers + 8 * stage, policy);
   };
 
   // Queries of the heads that this warp prepares, and the books, before the records.
@@ -245,18 +271,17 @@ __global__ void __launch_bounds__(THREADS) attend(const Problem p) {
 #pragma unroll
     for (int i = 0; i < PASSES; i++) {
       const int h = warp + k * WARPS, channel = i * 128 + lane * 4;
-      const float4 v = h < p.group && channel < HEAD_DIM ? global128(p.query + ((size_t)rh * p.group + h) * HEAD_DIM + channel) : float4{0, 0, 0, 0};
+      const float4 v = h < p.group && channel < HEAD_DIM ? global128(p.query + ((size_t)w.head * p.group + h) * HEAD_DIM + channel) : float4{0, 0, 0, 0};
       x[k][i][0] = v.x; x[k][i][1] = v.y; x[k][i][2] = v.z; x[k][i][3] = v.w;
     }
-  const uint8_t* books = p.books + (size_t)rh * (TILES + 1) * BOOK;
+  const uint8_t* books = p.books + (size_t)w.head * (TILES + 1) * BOOK;
   const float4 book = threadIdx.x < (TILES + 1) * BOOK / 16 ? global128((const float*)books + threadIdx.x * 4) : float4{0, 0, 0, 0};
   const int own = lane < TILES ? __ldg(books + lane * BOOK + 30) : -1;    // the group of tile `lane`
   if (lane < p.stages) {
     barrier_init(barriers + 8 * lane);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    if (lane < count) fetch(entry(lane), lane);
+    if (lane < count) fetch(lane, lane);
   }
-  uint64_t next = lane == 0 && p.stages < count ? entry(p.stages) : 0;
   __syncwarp();
   const int after = __shfl_down_sync(~0u, own, 1);
   const uint32_t ends = __ballot_sync(~0u, lane < TILES && own != after);   // last tiles of groups
@@ -286,7 +311,7 @@ __global__ void __launch_bounds__(THREADS) attend(const Problem p) {
       int sum = 0;
 #pragma unroll
       for (int b = 0; b < 4; b++) {
-        const int v = __float2int_rn(x[k][i][b] * (32512.f / peak)), up = (v + 128) >> 8;
+        const int v = __float2int_rn(x[k][i][b] * (32512.f * inverse_of(peak))), up = (v + 128) >> 8;
         sum += v;
         high |= (uint32_t)(up & 255) << (8 * b);
         low |= (uint32_t)((v - up * 256) & 255) << (8 * b);
@@ -311,6 +336,9 @@ __global__ void __launch_bounds__(THREADS) attend(const Problem p) {
     for (int i = 0; i < TILES; i++) o[s][i][0] = o[s][i][1] = 0.f;
   }
   const uint32_t query_at = address(sh.query) + lane * 4, sums_at = address(sh.sums) + t * TILES * 4, scales_at = address(sh.scales) + t * TILES * 4, books_at = address(sh.books);
+  const int norms = w.flags & KEY_NORMS ? __popc(ends) : 0, array = w.flags & LOGARITHMS ? TOKENS : 2 * TOKENS;
+  const uint32_t key_codes = (norms + (w.flags & MAGNITUDES ? 1 : 0)) * array;
+  const int only = w.widths[0] == (w.widths[0] & 15) * LOW_ONES && w.widths[1] == (w.widths[0] & 15) * HIGH_ONES && __popc(ends) == 1 ? w.widths[0] & 15 : 0;
   int stage = 0;
   uint32_t phase = 0;
 #if BIAS
@@ -319,7 +347,7 @@ __global__ void __launch_bounds__(THREADS) attend(const Problem p) {
 #pragma unroll
     for (int s = 0; s < SETS; s++) {
       const int h = min(s * 4 + t, p.group - 1);
-      const float* from = p.bias + ((size_t)rh * p.group + h) * p.bias_stride + (size_t)(start + i * step) * TOKENS + g;
+      const float* from = p.bias + ((size_t)w.head * p.group + h) * p.bias_stride + w.bias_first + (start + i * step) * TOKENS + g;
 #pragma unroll
       for (int k = 0; k < 8; k++) bias[s][k / 2][k % 2] = __ldg(from + k * 8);
     }
@@ -329,11 +357,7 @@ __global__ void __launch_bounds__(THREADS) attend(const Problem p) {
   for (int i = 0; i < count; i++) {
     barrier_wait(barriers + 8 * stage, phase);
     const uint32_t base = ring_at + stage * p.slot_bytes;
-    const uint4 header = shared128(base);
-    const uint32_t flags = header.z >> 8 & 255, tokens = header.z >> 16;
-    const bool logarithms = flags & LOGARITHMS;
-    const uint32_t array = logarithms ? TOKENS : 2 * TOKENS;
-    uint32_t meta = base + HEADER, codes = meta + ((flags & KEY_NORMS ? __popc(ends) : 0) + (flags & MAGNITUDES ? 1 : 0)) * array;
+    uint32_t meta = base, codes = base + key_codes;
 
     // ---- logits: a lane has head t of each set, tokens 16 i + 8 j + g
     float v[SETS][4][2];
@@ -347,7 +371,7 @@ __global__ void __launch_bounds__(THREADS) attend(const Problem p) {
       }
       auto finish = [&](int tile) {   // a group: its norms, then none of its sums are left
         float n[4][2];
-        if (flags & KEY_NORMS) { numbers(n, meta, g, logarithms); meta += array; }
+        if (norms) { numbers(n, meta, g, w.flags & LOGARITHMS); meta += array; } else ones(n);
 #pragma unroll
         for (int s = 0; s < SETS; s++) {
           const float scale = __uint_as_float(shared32(scales_at + (s * 4 * TILES + tile) * 4));
@@ -355,38 +379,41 @@ __global__ void __launch_bounds__(THREADS) attend(const Problem p) {
           for (int k = 0; k < 8; k++) {
             int (&own)[4] = c[s][k / 2];
             const float x = (float)(own[2 * (k % 2)] * 256 + own[2 * (k % 2) + 1] - taken[s]);
-            v[s][k / 2][k % 2] = fmaf(x, flags & KEY_NORMS ? scale * n[k / 2][k % 2] : scale, v[s][k / 2][k % 2]);
+            v[s][k / 2][k % 2] = fmaf(x, scale * n[k / 2][k % 2], v[s][k / 2][k % 2]);
             own[2 * (k % 2)] = own[2 * (k % 2) + 1] = 0;
           }
           taken[s] = 0;
         }
       };
-      const int only = header.x & 15;
-      if (UNIFORM && header.x == only * LOW_ONES && header.y == only * HIGH_ONES && ends == 1u << (TILES - 1)) {
-        if (only == 4) all_keys<4>(c, taken, codes, books_at, query_at, sums_at, lane);
-        else if (only == 3) all_keys<3>(c, taken, codes, books_at, query_at, sums_at, lane);
-        else if (only == 2) all_keys<2>(c, taken, codes, books_at, query_at, sums_at, lane);
-        else if (only == 8) all_keys<8>(c, taken, codes, books_at, query_at, sums_at, lane);
-        else if (only == 1) all_keys<1>(c, taken, codes, books_at, query_at, sums_at, lane);
+#define TILES_OF(W, N) keys<W, N>(c, taken, codes, book_at, tile_at, sum_at, lane, p.two_16)
+      if (only) {
+        const uint32_t book_at = books_at, tile_at = query_at, sum_at = sums_at;
+        if (only == 4) TILES_OF(4, TILES);
+        else if (only == 3) TILES_OF(3, TILES);
+        else if (only == 2) TILES_OF(2, TILES);
+        else if (only == 8) TILES_OF(8, TILES);
+        else TILES_OF(1, TILES);
         codes += only * TILES * TILE_BYTES;
       } else {
-        uint64_t widths = (uint64_t)header.y << 32 | header.x;
+        uint64_t widths = (uint64_t)w.widths[1] << 32 | w.widths[0];
 #pragma unroll 1
-        for (int tile = 0; tile < TILES; tile++, widths >>= 4) {
+        for (int tile = 0; tile < TILES;) {
           const int width = (int)(widths & 15);
-          uint32_t q[SETS];
-#pragma unroll
-          for (int s = 0; s < SETS; s++) q[s] = shared32(query_at + (s * TILES + tile) * 128);
-          const uint32_t book_at = books_at + tile * BOOK, sum_at = sums_at + tile * 4;
-          if (width == 4) keys<4>(c, taken, codes, book_at, q, sum_at, lane);
-          else if (width == 3) keys<3>(c, taken, codes, book_at, q, sum_at, lane);
-          else if (width == 2) keys<2>(c, taken, codes, book_at, q, sum_at, lane);
-          else if (width == 8) keys<8>(c, taken, codes, book_at, q, sum_at, lane);
-          else if (width == 1) keys<1>(c, taken, codes, book_at, q, sum_at, lane);
-          codes += width * TILE_BYTES;
-          if (ends >> tile & 1 && tile < TILES - 1) finish(tile);
+          const uint32_t book_at = books_at + tile * BOOK, tile_at = query_at + tile * 128, sum_at = sums_at + tile * 4;
+          const bool two = tile + 1 < TILES && (int)(widths >> 4 & 15) == width && !(ends >> tile & 1);
+          if (width == 4) { if (two) TILES_OF(4, 2); else TILES_OF(4, 1); }
+          else if (width == 3) { if (two) TILES_OF(3, 2); else TILES_OF(3, 1); }
+          else if (width == 2) { if (two) TILES_OF(2, 2); else TILES_OF(2, 1); }
+          else if (width == 8) { if (two) TILES_OF(8, 2); else TILES_OF(8, 1); }
+          else if (width == 1) { if (two) TILES_OF(1, 2); else TILES_OF(1, 1); }
+          const int done = two ? 2 : 1;
+          codes += done * width * TILE_BYTES;
+          widths >>= 4 * done;
+          tile += done;
+          if (ends >> (tile - 1) & 1 && tile < TILES) finish(tile - 1);
         }
       }
+#undef TILES_OF
       finish(TILES - 1);
     }
 #if BIAS
@@ -396,35 +423,39 @@ __global__ void __launch_bounds__(THREADS) attend(const Problem p) {
       for (int k = 0; k < 8; k++) v[s][k / 2][k % 2] = fmaf(bias[s][k / 2][k % 2], 1.4426950408889634f, v[s][k / 2][k % 2]);
     if (i + 1 < count) biases(i + 1);
 #endif
-    if (tokens < TOKENS) {
+    if (start + i * step == w.records - 1 && w.tokens < TOKENS) {
 #pragma unroll
       for (int s = 0; s < SETS; s++)
 #pragma unroll
-        for (int k = 0; k < 8; k++) if (8 * k + g >= tokens) v[s][k / 2][k % 2] = -__int_as_float(0x7f800000);
+        for (int k = 0; k < 8; k++) if (8 * k + g >= w.tokens) v[s][k / 2][k % 2] = -__int_as_float(0x7f800000);
     }
 
     // ---- softmax, weights times magnitudes to integers
     float size[4][2], unit[SETS];
     uint32_t weights[SETS][4];
-    if (flags & MAGNITUDES) numbers(size, meta, g, logarithms);
+    if (w.flags & MAGNITUDES) numbers(size, meta, g, w.flags & LOGARITHMS); else ones(size);
 #pragma unroll
     for (int s = 0; s < SETS; s++) {
-      float peak = v[s][0][0];
+      float e[4][2], most = 0.f;
 #pragma unroll
-      for (int k = 1; k < 8; k++) peak = fmaxf(peak, v[s][k / 2][k % 2]);
-      if (__any_sync(~0u, peak > m[s] + 16.f)) {
+      for (int k = 0; k < 8; k++) { e[k / 2][k % 2] = exp2_fast(v[s][k / 2][k % 2] - m[s]); most = fmaxf(most, e[k / 2][k % 2]); }
+      if (__any_sync(~0u, most > FAR)) {
+        float peak = v[s][0][0];
+#pragma unroll
+        for (int k = 1; k < 8; k++) peak = fmaxf(peak, v[s][k / 2][k % 2]);
         peak = fmaxf(max_over_rows(peak), m[s]);
         const float shrink = exp2_fast(m[s] - peak);
         m[s] = peak; l[s] *= shrink; offset[s] *= shrink;
 #pragma unroll
         for (int k = 0; k < TILES; k++) { o[s][k][0] *= shrink; o[s][k][1] *= shrink; }
+#pragma unroll
+        for (int k = 0; k < 8; k++) e[k / 2][k % 2] = exp2_fast(v[s][k / 2][k % 2] - peak);
       }
-      float most = 0.f;
+      most = 0.f;
 #pragma unroll
       for (int k = 0; k < 8; k++) {
-        const float e = exp2_fast(v[s][k / 2][k % 2] - m[s]);
-        l[s] += e;
-        v[s][k / 2][k % 2] = flags & MAGNITUDES ? e * size[k / 2][k % 2] : e;
+        l[s] += e[k / 2][k % 2];
+        v[s][k / 2][k % 2] = e[k / 2][k % 2] * size[k / 2][k % 2];
         most = fmaxf(most, v[s][k / 2][k % 2]);
       }
       // A power of two that takes the largest just below 2^16; the factor beside it leaves room for rounding.
@@ -438,17 +469,13 @@ __global__ void __launch_bounds__(THREADS) attend(const Problem p) {
 
     // ---- values: a lane has head t of each set, channels 16 tile + 8 j + g
     const uint32_t book_at = books_at + TILES * BOOK;
-    const int width = header.z & 255;
-    if (width == 4) values<4>(o, offset, codes, book_at, weights, unit, lane);
-    else if (width == 3) values<3>(o, offset, codes, book_at, weights, unit, lane);
-    else if (width == 2) values<2>(o, offset, codes, book_at, weights, unit, lane);
-    else if (width == 8) values<8>(o, offset, codes, book_at, weights, unit, lane);
-    else if (width == 1) values<1>(o, offset, codes, book_at, weights, unit, lane);
+    if (w.value_width == 4) values<4>(o, offset, codes, book_at, weights, unit, lane, p.two_16);
+    else if (w.value_width == 3) values<3>(o, offset, codes, book_at, weights, unit, lane, p.two_16);
+    else if (w.value_width == 2) values<2>(o, offset, codes, book_at, weights, unit, lane, p.two_16);
+    else if (w.value_width == 8) values<8>(o, offset, codes, book_at, weights, unit, lane, p.two_16);
+    else values<1>(o, offset, codes, book_at, weights, unit, lane, p.two_16);
     __syncwarp();
-    if (lane == 0 && i + p.stages < count) {
-      fetch(next, stage);
-      if (i + p.stages + 1 < count) next = entry(i + p.stages + 1);
-    }
+    if (lane == 0 && i + p.stages < count) fetch(i + p.stages, stage);
     if (++stage == p.stages) { stage = 0; phase ^= 1; }
   }
 
@@ -471,37 +498,38 @@ __global__ void __launch_bounds__(THREADS) attend(const Problem p) {
     float most = NOTHING, sum = 0.f;
     float4 mixed = {0, 0, 0, 0};
 #pragma unroll
-    for (int w = 0; w < WARPS; w++) most = fmaxf(most, all[w * ring_floats + h * ROW + HEAD_DIM]);
+    for (int i = 0; i < WARPS; i++) most = fmaxf(most, all[i * ring_floats + h * ROW + HEAD_DIM]);
 #pragma unroll
-    for (int w = 0; w < WARPS; w++) {
-      const float* row = all + w * ring_floats + h * ROW;
+    for (int i = 0; i < WARPS; i++) {
+      const float* row = all + i * ring_floats + h * ROW;
       const float f = exp2_fast(row[HEAD_DIM] - most);
       const float4 y = *reinterpret_cast<const float4*>(row + channel);
       sum = fmaf(f, row[HEAD_DIM + 1], sum);
       mixed.x = fmaf(f, y.x, mixed.x); mixed.y = fmaf(f, y.y, mixed.y); mixed.z = fmaf(f, y.z, mixed.z); mixed.w = fmaf(f, y.w, mixed.w);
     }
-    const size_t at = (size_t)(splits == 1 ? rh : slot) * p.group + h;
-    if (splits == 1) {
-      const float inverse = sum > 0.f ? 1.f / sum : 0.f;
+    const size_t at = (size_t)(w.splits == 1 ? w.head : w.first_slot + w.index) * p.group + h;
+    if (w.splits == 1) {
+      const float inverse = inverse_of(sum);
       mixed.x *= inverse; mixed.y *= inverse; mixed.z *= inverse; mixed.w *= inverse;
-      if (channel == 0) p.lse[at] = (most + log2f(sum)) * 0.6931471805599453f;
+      if (channel == 0) p.lse[at] = (most + log2_fast(sum)) * 0.6931471805599453f;
     } else if (channel == 0) p.partial_sums[at] = float2{most, sum};
-    reinterpret_cast<float4*>(splits == 1 ? p.output : p.partial)[at * QUADS + channel / 4] = mixed;
+    reinterpret_cast<float4*>(w.splits == 1 ? p.output : p.partial)[at * QUADS + channel / 4] = mixed;
   }
+  const int splits = w.splits;
   if (splits == 1) return;
   __syncthreads();
   if (threadIdx.x == 0) {
     int before;
-    asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(before) : "l"(p.arrived + rh) : "memory");
+    asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(before) : "l"(p.arrived + w.head) : "memory");
     sh.last = before == splits - 1;
-    if (sh.last) p.arrived[rh] = 0;
+    if (sh.last) p.arrived[w.head] = 0;
   }
   __syncthreads();
   if (!sh.last) return;
 
   // ---- the last block: merge the splits
   constexpr int CHUNK = 16;
-  const size_t base = (size_t)(slot - split) * p.group;
+  const size_t base = (size_t)w.first_slot * p.group;
   const float4* partial = reinterpret_cast<const float4*>(p.partial) + base * QUADS;
   const int stride = p.group * QUADS;
   float4 y[CHUNK];
@@ -525,10 +553,10 @@ __global__ void __launch_bounds__(THREADS) attend(const Problem p) {
     for (int j = 0; j < MOST_SPLITS / 32; j++) { found[j].x = exp2_fast(found[j].x - most); sum = fmaf(found[j].x, found[j].y, sum); }
 #pragma unroll
     for (int k = 1; k < 32; k *= 2) sum += __shfl_xor_sync(~0u, sum, k);
-    const float inverse = sum > 0.f ? 1.f / sum : 0.f;
+    const float inverse = inverse_of(sum);
 #pragma unroll
     for (int j = 0; j < MOST_SPLITS / 32; j++) share[h * MOST_SPLITS + j * 32 + lane] = j * 32 + lane < splits ? found[j].x * inverse : 0.f;
-    if (lane == 0) p.lse[(size_t)rh * p.group + h] = (most + log2f(sum)) * 0.6931471805599453f;
+    if (lane == 0) p.lse[(size_t)w.head * p.group + h] = (most + log2_fast(sum)) * 0.6931471805599453f;
   }
   __syncthreads();
   for (int k = threadIdx.x; k < stride; k += THREADS) {
@@ -538,11 +566,11 @@ __global__ void __launch_bounds__(THREADS) attend(const Problem p) {
       if (from || k >= THREADS) load(k, from);
 #pragma unroll
       for (int j = 0; j < CHUNK; j++) {
-        const float w = f[from + j];
-        mixed.x = fmaf(w, y[j].x, mixed.x); mixed.y = fmaf(w, y[j].y, mixed.y); mixed.z = fmaf(w, y[j].z, mixed.z); mixed.w = fmaf(w, y[j].w, mixed.w);
+        const float own = f[from + j];
+        mixed.x = fmaf(own, y[j].x, mixed.x); mixed.y = fmaf(own, y[j].y, mixed.y); mixed.z = fmaf(own, y[j].z, mixed.z); mixed.w = fmaf(own, y[j].w, mixed.w);
       }
     }
-    reinterpret_cast<float4*>(p.output)[(size_t)rh * stride + k] = mixed;
+    reinterpret_cast<float4*>(p.output)[(size_t)w.head * stride + k] = mixed;
   }
 }
 

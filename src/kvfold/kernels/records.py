@@ -6,7 +6,7 @@ For token t and channel c, with a group of tiles each its norm n, a value magnit
     output[c] = sum over t of softmax(logit)[t] * s[t] * level(value code[t, c])
 
 Scales of channels belong in the query and in what the output is multiplied with, as do rotations: both are the caller's, once a head
-instead of once a token. Levels are whole numbers from -64 to 63 (`book`), those of 8-bit codes are the code less 127.5.
+instead of once a token. Levels are whole numbers of eight bits (`book`), those of 8-bit codes are the code less 127.5.
 
 The kernel is records.cu; the order of the codes is told in codecs/fragments.py.
 """
@@ -18,7 +18,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -28,7 +27,7 @@ from kvfold.codecs.fragments import TOKENS, RecordFormat, numbers, unpack
 from kvfold.kernels.reference import Part, softmax_part
 
 BOOK = 32
-"""Bytes of a tile's levels: 16 of width 4 (plus 64), 8, 4 and 2 of widths 3, 2 and 1, then the index of its group."""
+"""Bytes of a tile's levels: 16 of width 4, 8, 4 and 2 of widths 3, 2 and 1, then the index of its group."""
 HEAD_DIMS = (64, 80, 96, 112, 128, 256)
 MOST_GROUP = 16
 _MOST_SPLITS, _MOST_STAGES = 128, 4
@@ -65,7 +64,8 @@ def book(levels: Mapping[int, Sequence[int]], group: int = 0) -> Tensor:
     Parameters
     ----------
     levels : mapping of width to whole numbers
-        2 ** width of them from -64 to 63, for the widths 1 to 4 in use.
+        2 ** width of them from -128 to 127, for the widths 1 to 4 in use. Of width 4 the first eight must be negative and none
+        of the others below -1, as those of any ascending symmetric codebook are.
     group : int
         Index of the group of tiles that shares norms; grows along the tiles.
 
@@ -80,10 +80,14 @@ def book(levels: Mapping[int, Sequence[int]], group: int = 0) -> Tensor:
     """
     result = torch.zeros(BOOK, dtype=torch.uint8)
     for width, own in levels.items():
-        if width not in _PLACES or len(own) != 2**width or not all(-64 <= level <= 63 for level in own):
-            raise ValueError(f"{2**width} levels from -64 to 63 are wanted for width {width}, got {list(own)}")
-        shifted = [(level + 64 if width == 4 else level) & 255 for level in own]
-        result[_PLACES[width]] = torch.tensor(shifted, dtype=torch.uint8)
+        if width not in _PLACES or len(own) != 2**width or not all(-128 <= level <= 127 for level in own):
+            raise ValueError(f"2 ** width levels from -128 to 127 are wanted, got {list(own)} for width {width}")
+        stored = list(own)
+        if width == 4:
+            if max(own[:8]) >= 0 or min(own[8:]) < -1 or max(own) > 126:
+                raise ValueError(f"16 levels must be eight below 0, then eight from -1 to 126, got {list(own)}")
+            stored[8:] = [level + 1 for level in own[8:]]  # see `levels` in records.cu
+        result[_PLACES[width]] = torch.tensor(stored, dtype=torch.int8).view(torch.uint8)
     result[30] = group
     return result
 
@@ -95,8 +99,8 @@ def levels_of(book: Tensor, width: int) -> Tensor:
     """Levels (2 ** width,) float32 of a book (32,), of any width."""
     if width == 8:
         return torch.arange(256, device=book.device).float() - 127.5
-    stored = book[_PLACES[width]]
-    return stored.float() - 64 if width == 4 else stored.view(torch.int8).float()
+    stored = book[_PLACES[width]].view(torch.int8).float()
+    return stored - (torch.arange(16, device=book.device) >= 8).float() if width == 4 else stored
 
 
 class Records:
@@ -119,6 +123,7 @@ class Records:
 
     def __init__(self, data: Tensor, books: Tensor, runs: Sequence[tuple[Run, ...]]):
         self.data, self.books, self.runs = data, books, list(runs)
+        self._plans: dict[int, Plan] = {}
         self.rows, self.kv_heads, tiles = books.shape[0], books.shape[1], books.shape[2] - 1
         self.dim = 16 * tiles
         if len(self.runs) != self.rows * self.kv_heads or books.shape[3] != BOOK:
@@ -135,10 +140,11 @@ class Records:
         """Tokens that a bias has a place for, of each row and head: those of whole records."""
         return [TOKENS * sum(run.records for run in own) for own in self.runs]
 
-    @cached_property
-    def plan(self) -> Plan:
-        """How blocks share the records; made on the first attention."""
-        return make_plan(self)
+    def plan(self, group: int) -> Plan:
+        """How blocks share the records for so many query heads a KV head; made on the first attention."""
+        if group not in self._plans:
+            self._plans[group] = make_plan(self, group)
+        return self._plans[group]
 
 
 @dataclass(frozen=True)
@@ -154,13 +160,13 @@ class Plan:
         Records that a warp has room for.
     slot_bytes : int
         Bytes of that room for one record.
-    splits, records, units : int
-        Blocks and records of every (row, head) and a record's size in units of 16 bytes, if `work` is None.
-    work : (blocks, 8) int32 or None
-        Row and head, index among its blocks, their number, records, the block's place among partial results, first entry of
-        `table`, units (0: by the table), first unit.
-    table : (records,) int64 or None
-        First unit and size << 32 of each record of heads with several sizes.
+    common : tuple of int
+        Of the blocks, if they are alike: as a row of `work`.
+    work : (blocks, 16) int32 or None
+        What each block reads: (row, head), index among the blocks of those, their number, the first one's place among partial
+        results; the same two for its run of records, their number, tokens of the last one; where the run begins and a record's
+        size, in units of 16 bytes, widths of the tiles of keys in 4 bits each (two numbers); width of values, flags, the run's
+        first place in a bias, 0.
     arrived : (rows * kv_heads,) int32
         Zeros; counts blocks while a kernel runs. One stream at a time.
     """
@@ -169,20 +175,26 @@ class Plan:
     warps: int
     stages: int
     slot_bytes: int
-    splits: int
-    records: int
-    units: int
+    common: tuple[int, ...]
     work: Tensor | None
-    table: Tensor | None
     arrived: Tensor
 
+    @property
+    def numbers(self) -> list[int]:
+        """What is not a tensor, as the operator takes it."""
+        return [self.blocks, self.warps, self.stages, self.slot_bytes, *self.common]
 
-def make_plan(records: Records, multiprocessors: int | None = None, shared_bytes: int | None = None) -> Plan:
-    """Share records among as many blocks as a GPU runs at once, evenly.
+
+def make_plan(
+    records: Records, group: int, multiprocessors: int | None = None, shared_bytes: int | None = None
+) -> Plan:
+    """Share records among blocks so that all are read soonest.
 
     Parameters
     ----------
     records : Records
+    group : int
+        Query heads of a KV head.
     multiprocessors, shared_bytes : int, optional
         By default those of the records' device.
     """
@@ -191,57 +203,83 @@ def make_plan(records: Records, multiprocessors: int | None = None, shared_bytes
         properties = torch.cuda.get_device_properties(device)
         multiprocessors = properties.multi_processor_count
         shared_bytes = getattr(properties, "shared_memory_per_block_optin", 227 * 1024)
+    sets, tiles = _sets(group), records.dim // 16
     largest = max((run.layout.nbytes for own in records.runs for run in own), default=16)
-    # At the end a warp's room holds its state: 4, 8 or 16 heads.
-    room = shared_bytes - 48 * 1024 if records.dim == 256 else shared_bytes - 24 * 1024
     slot = -(-largest // 128) * 128
-    warps = 8 if 16 * slot <= room else 4
-    stages = max(1, min(_MOST_STAGES, room // (warps * slot), -(-65536 // (warps * slot))))
-    stages = max(stages, min(2, room // (warps * slot)))
-    least = -(-MOST_GROUP * (records.dim + 8) * 4 // stages)
-    slot = max(slot, min(-(-least // 128) * 128, room // (warps * stages) // 128 * 128))
-    counts = [sum(run.records for run in own) for own in records.runs]
-    splits = _splits(counts, warps, multiprocessors)
-    sizes = [{run.layout.nbytes for run in own} for own in records.runs]
-    arrived = torch.zeros(len(counts), dtype=torch.int32, device=device)
-    common = (sum(splits), warps, stages, slot)
-    if len(set(counts)) == 1 and len(set().union(*sizes)) == 1:
-        return Plan(*common, splits[0], counts[0], largest // 16, None, None, arrived)
-    work, table, begin, place = [], [], 0, 0
-    for head, (own, count, blocks, kinds) in enumerate(zip(records.runs, counts, splits, sizes, strict=True)):
-        first, units = (len(table), 0) if len(kinds) > 1 else (0, max(kinds, default=16) // 16)
-        work += [
-            [head, index, blocks, count, place + index, first, units, _signed(begin)] for index in range(blocks)
-        ]
-        place += blocks
-        for run in own:
-            if not units:
-                size = run.layout.nbytes // 16
-                table += [begin + index * size | size << 32 for index in range(run.records)]
-            begin += run.nbytes // 16
+    state = sets * 4 * (records.dim + 8) * 4  # what a warp leaves in its room at the end
+    counts = [[run.records for run in own] or [0] for own in records.runs]
+    best, cost = (1, 1, 1), math.inf
+    for warps in _warps(records.dim, sets):
+        room = shared_bytes - 64 - warps * 32 - sets * tiles * 160 - (tiles + 1) * BOOK
+        stages = min(_MOST_STAGES, room // (warps * slot), max(2, -(-65536 // (warps * slot))))
+        if stages < (1 if warps == 4 else 2) or warps * stages * slot < MOST_GROUP * _MOST_SPLITS * 4:
+            continue
+        rounds, taken = _rounds(counts, warps, multiprocessors, largest)
+        if taken < cost:
+            best, cost = (warps, stages, rounds), taken
+    warps, stages, rounds = best
+    slot = max(slot, -(-state // (128 * stages)) * 128)
+    work: list[list[int]] = []
+    begin = 0
+    for head, own in enumerate(records.runs):
+        shares = [max(1, -(-run.records // (rounds * warps))) for run in own] or [1]
+        first, place = len(work), 0
+        for run, blocks in zip(own or [None], shares, strict=True):
+            whole = (0, 1, begin, 1, 0, 0, 1, 0, 0) if run is None else _described(run, begin, place)
+            number, tokens, *rest = whole
+            for index in range(blocks):
+                among = [head, len(work) - first, sum(shares), first]
+                work.append([*among, index, blocks, number, tokens, *rest, 0])
+            begin += 0 if run is None else run.nbytes // 16
+            place += 0 if run is None else run.records * TOKENS
+    alike = len({*records.runs}) == 1 and len(records.runs[0]) == 1
     return Plan(
-        *common,
-        0,
-        0,
-        0,
-        torch.tensor(work, dtype=torch.int32).to(device),
-        torch.tensor(table or [0], dtype=torch.int64).to(device),
-        arrived,
+        len(work),
+        warps,
+        stages,
+        slot,
+        tuple(work[0]),
+        None if alike else torch.tensor(work, dtype=torch.int32).to(device),
+        torch.zeros(len(counts), dtype=torch.int32, device=device),
     )
 
 
-def _splits(counts: list[int], warps: int, multiprocessors: int) -> list[int]:
-    """Blocks of each head: as many as finish soonest, if a record takes a time and a block's start and end two more."""
-    longest = max(counts, default=1)
-    best, cost = [1] * len(counts), math.inf
-    rounds = max(1, -(-longest // (warps * _MOST_SPLITS)))
+def _described(run: Run, begin: int, place: int) -> tuple[int, ...]:
+    """A run as `Plan.work` has it: records, tokens of the last, begin, units, two of widths, width of values, flags, place."""
+    layout = run.layout
+    widths = sum(width << (4 * tile) for tile, width in enumerate(layout.key_widths))
+    flags = (layout.key_norms > 0) | layout.magnitudes << 1 | layout.logarithms << 2
+    last = (run.tokens - 1) % TOKENS + 1
+    words = (begin, layout.nbytes // 16, widths & 0xFFFFFFFF, widths >> 32)
+    return (run.records, last, *map(_signed, words), layout.value_width, flags, place)
+
+
+def _sets(group: int) -> int:
+    """Sets of four query heads that the kernel is compiled for."""
+    return 1 if group <= 4 else 2 if group <= 8 else 4
+
+
+def _warps(dim: int, sets: int) -> tuple[int, ...]:
+    """Warps of a block that have registers enough."""
+    most = (12 if sets == 1 else 8) if dim > 128 else {1: 16, 2: 12, 4: 8}[sets]
+    return tuple(warps for warps in (4, 6, 8, 12, 16) if warps <= most)
+
+
+def _rounds(counts: list[list[int]], warps: int, multiprocessors: int, nbytes: int) -> tuple[int, float]:
+    """Records a warp, and the microseconds that blocks of so many warps take for all (as an H200 has it, roughly).
+
+    A warp thinks about a record for a while, longer beside others; a multiprocessor reads 32 kB a microsecond. A block's
+    start and end take as long as a few records.
+    """
+    one = max(warps * nbytes / 32e3, (0.9 + nbytes / 5600) * (0.55 + 0.45 * warps / 8))
+    best, cost, rounds = 1, math.inf, 1
     while True:
-        splits = [max(1, -(-count // (rounds * warps))) for count in counts]
-        taken = -(-sum(splits) // multiprocessors) * (rounds + 2)
-        if taken < cost:
-            best, cost = splits, taken
-        if max(splits, default=1) == 1 or rounds + 2 > cost:
-            return best
+        shares = [sum(max(1, -(-count // (rounds * warps))) for count in own) for own in counts]
+        taken = -(-sum(shares) // multiprocessors) * (rounds * one + 3)
+        if taken < cost and max(shares) <= _MOST_SPLITS:
+            best, cost = rounds, taken
+        if sum(shares) == sum(map(len, counts)) or rounds * one > cost:
+            return best, cost
         rounds += max(1, rounds // 16)
 
 
@@ -327,6 +365,11 @@ def problem(device: torch.device, dim: int = 128, group: int = 1) -> str | None:
     major, minor = torch.cuda.get_device_capability(device)
     if major < 9:
         return f"the GPU's compute capability is {major}.{minor}: bulk copies need 9.0 (Hopper) or newer"
+    return _no_compiler()
+
+
+@cache
+def _no_compiler() -> str | None:
     from torch.utils import cpp_extension
 
     if cpp_extension.CUDA_HOME is None or not (Path(cpp_extension.CUDA_HOME) / "bin" / "nvcc").exists():
@@ -367,16 +410,15 @@ def attend(query: Tensor, records: Records, scaling: float, bias: Tensor | None 
         raise ValueError(f"bias {tuple(bias.shape)} must be ({rows}, {heads}, at least {max(records.slots)})")
     if problem(query.device, dim, heads // records.kv_heads) is not None:
         return attend_plain(query, records, scaling, bias)
-    plan = records.plan
+    plan = records.plan(heads // records.kv_heads)
     output, lse = torch.ops.kvfold.attend_records(
         query.contiguous(),
         records.data,
         records.books,
         plan.work,
-        plan.table,
         None if bias is None else bias.contiguous(),
         plan.arrived,
-        [plan.blocks, plan.warps, plan.stages, plan.slot_bytes, plan.splits, plan.records, plan.units],
+        plan.numbers,
         scaling,
     )
     return output, lse
@@ -388,17 +430,16 @@ def _attend_records(
     data: Tensor,
     books: Tensor,
     work: Tensor | None,
-    table: Tensor | None,
     bias: Tensor | None,
     arrived: Tensor,
     plan: list[int],
     scaling: float,
 ) -> tuple[Tensor, Tensor]:
-    blocks, warps, stages, slot_bytes, splits, records, units = plan
+    blocks, warps, stages, slot_bytes, *common = plan
     rows, heads, dim = query.shape
     row_heads = books.shape[0] * books.shape[1]
     group = rows * heads // row_heads
-    library = _library(dim, 1 if group <= 4 else 2 if group <= 8 else 4, warps, bias is not None)
+    library = _library(dim, _sets(group), warps, bias is not None)
     output, lse = torch.empty_like(query), query.new_empty(rows, heads)
     partial = query.new_empty(blocks * group * (dim + 2))
     sums = partial[blocks * group * dim :]
@@ -408,9 +449,10 @@ def _attend_records(
 
     stride = 0 if bias is None else bias.shape[2]
     given = _Problem(
-        *(at(x) for x in (query, data, books, work, table, bias, partial, sums, arrived, output, lse)),
-        *(row_heads, group, splits, records, units, slot_bytes, stages, stride),
-        scaling / math.log(2),
+        *(at(x) for x in (query, data, books, work, bias, partial, sums, arrived, output, lse)),
+        *(group, slot_bytes, stages, stride, scaling / math.log(2), 1 << 16),
+        (ctypes.c_int32 * 2)(),
+        (ctypes.c_int32 * 16)(*common),
     )
     with torch.cuda.device(query.device):
         stream = torch.cuda.current_stream().cuda_stream
@@ -426,7 +468,6 @@ def _(
     data: Tensor,
     books: Tensor,
     work: Tensor | None,
-    table: Tensor | None,
     bias: Tensor | None,
     arrived: Tensor,
     plan: list[int],
@@ -437,11 +478,13 @@ def _(
 
 class _Problem(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("query", "records", "books", "work", "table", "bias")),
+        *((name, ctypes.c_void_p) for name in ("query", "records", "books", "work", "bias")),
         *((name, ctypes.c_void_p) for name in ("partial", "partial_sums", "arrived", "output", "lse")),
-        *((name, ctypes.c_int) for name in ("row_heads", "group", "splits", "pages", "record_units")),
-        *((name, ctypes.c_int) for name in ("slot_bytes", "stages", "bias_stride")),
+        *((name, ctypes.c_int32) for name in ("group", "slot_bytes", "stages", "bias_stride")),
         ("scaling", ctypes.c_float),
+        ("two_16", ctypes.c_uint32),
+        ("padding", ctypes.c_int32 * 2),  # `common` is aligned to 16 bytes
+        ("common", ctypes.c_int32 * 16),
     ]
 
 
