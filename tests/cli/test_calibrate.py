@@ -124,7 +124,7 @@ def test_a_table_for_a_method_without_one(table, kvfold, model_folder, document)
 
 @pytest.fixture
 def energies(kvfold, model_folder, document, tmp_path):
-    options = ["--text", document, "--tokens", "200"]
+    options = ["--text", document, "--tokens", "200", "--bias", "out"]
     result = kvfold("calibrate", "blockgtq", model_folder, *options)
     assert result.exit_code == 0, result.output
     assert "energies.safetensors" in result.stdout and "best 4 blocks" in result.stdout
@@ -134,7 +134,7 @@ def energies(kvfold, model_folder, document, tmp_path):
 def test_energies_are_written_and_told(energies, kvfold, model_folder, document):
     written = Energies.load(energies)
     assert (written.text, written.tokens, written.bias) == ("lamp.txt", 200, "none")
-    options = ["--text", document, "--tokens", "200", "-o", "again.safetensors", "--json"]
+    options = ["--text", document, "--tokens", "200", "--bias", "in", "-o", "again.safetensors", "--json"]
     told = json.loads(kvfold("calibrate", "blockgtq", model_folder, *options).stdout)
     again = Energies.load(energies.parent / "again.safetensors")
     assert torch.equal(again.layers[1].key, written.layers[1].key)
@@ -147,20 +147,31 @@ def test_energies_are_written_and_told(energies, kvfold, model_folder, document)
 
 
 def test_folding_with_energies(energies, kvfold, model_folder, document, tmp_path):
-    options = ["--model", model_folder, "--method", "blockgtq", "--option", "bits=3", "--json"]
+    options = [
+        "--model",
+        model_folder,
+        "--method",
+        "blockgtq",
+        "--option",
+        "bits=3",
+        "--option",
+        "bias=out",
+        "--json",
+    ]
     result = kvfold("fold", document, *options, "--calibration", energies.name, "-o", "doc.kvf")
     assert result.exit_code == 0, result.output
     told = json.loads(result.stdout)
     assert told["method"]["calibration"] == str(energies) and told["ledger"]["ratio"] < 0.3
     # The folded file needs it no more.
     energies.unlink()
-    assert kvfold("ask", "doc.kvf", "Who lit it?", "--max-new-tokens", "2").exit_code == 0
+    result = kvfold("ask", "doc.kvf", "Who lit it?", "--max-new-tokens", "2")
+    assert result.exit_code == 0, result.output
 
 
 def test_energies_that_do_not_suit(energies, kvfold, model_folder, base_folder, document, tmp_path):
     (tmp_path / "bad.safetensors").write_text("{}")
     for model, path, more, message in (
-        (base_folder, energies, [], "another model"),
+        (base_folder, energies, ["--option", "bias=out"], "another model"),
         (model_folder, energies, ["--option", "bias=mean"], "bias='none'"),
         (model_folder, "bad.safetensors", [], "no file of block energies"),
         (model_folder, "missing.safetensors", [], "cannot be read"),

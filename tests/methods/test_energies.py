@@ -75,7 +75,7 @@ def test_blocks_are_the_planes_that_the_model_turns(name):
 
 
 def projected(model, ids, windows=1):
-    """What each layer's projections, or the norms after them, give: (tokens, heads, head_dim) before RoPE."""
+    """What projections, or the norms after them, give after the sinks: (tokens, heads, head_dim) before RoPE."""
     found = {"q": {}, "k": {}}
     hooks = []
     for layer in model.model.layers:
@@ -85,7 +85,7 @@ def projected(model, ids, windows=1):
 
             def keep(module, inputs, output, kind=kind, index=attention.layer_idx):
                 found[kind].setdefault(index, []).append(
-                    output[0].unflatten(-1, (-1, 16)).view(-1, *SHAPES[kind])
+                    output[0, SINKS:].unflatten(-1, (-1, 16)).view(-1, *SHAPES[kind])
                 )
 
             hooks.append(source.register_forward_hook(keep))
@@ -99,7 +99,7 @@ def projected(model, ids, windows=1):
     }
 
 
-SHAPES = {"q": (4, 16), "k": (2, 16)}
+SHAPES, SINKS = {"q": (4, 16), "k": (2, 16)}, 4
 
 
 @pytest.mark.parametrize(
@@ -143,14 +143,14 @@ def test_chunks_do_not_matter():
     fold(model, ids, chunked, chunk_size=17)
     for index, found in whole.found.items():
         again = chunked.found[index]
-        assert found.tokens == again.tokens == 90 and found.biased and again.biased
+        assert found.tokens == again.tokens == 90 - SINKS and found.biased and again.biased
         torch.testing.assert_close(again.mean.query, found.mean.query)
         torch.testing.assert_close(again.mean.key, found.mean.key)
 
 
 def test_latents():
     """Multi-head latent attention: its rotary part is what has blocks; every query head looks at it."""
-    energies = block_energies(tiny_model("deepseek_v3"), prompt(60))
+    energies = block_energies(tiny_model("deepseek_v3"), prompt(60), bias="out", sinks=0)
     view = Prefill(tiny_model("deepseek_v3"), prompt(60), [BlockGTQ(sampled=60)]).views[1]
     energy = energies.layers[1]
     assert energy.key.shape == (1, 8)
@@ -161,12 +161,13 @@ def test_latents():
 @pytest.fixture(scope="module")
 def energies(tmp_path_factory):
     path = tmp_path_factory.mktemp("energies") / "energies.safetensors"
-    path.write_bytes(block_energies(tiny_model("qwen2"), prompt(90), text="a text").to_bytes())
+    path.write_bytes(block_energies(tiny_model("qwen2"), prompt(90), bias="out", text="a text").to_bytes())
     return path
 
 
 def test_a_file_is_read_as_it_was_written(energies):
-    written, read = block_energies(tiny_model("qwen2"), prompt(90), text="a text"), Energies.load(energies)
+    written = block_energies(tiny_model("qwen2"), prompt(90), bias="out", text="a text")
+    read = Energies.load(energies)
     assert replace(read, layers={}) == replace(written, layers={})
     assert read.layers.keys() == written.layers.keys() == {0, 1, 2}
     for index, energy in written.layers.items():
@@ -178,7 +179,7 @@ def test_the_file_decides_the_widths(energies):
     model = tiny_model("qwen2")
 
     def stores(ids, **options):
-        cache = fold(model, ids, BlockGTQ(bits=3, **options))
+        cache = fold(model, ids, BlockGTQ(bits=3, bias="out", **options))
         return [layer.segments[0].store for layer in cache.folded_layers]
 
     own, given = stores(prompt(90), sampled=90), stores(prompt(90), calibration=str(energies))
@@ -233,7 +234,7 @@ def test_what_is_refused_is_refused_before_work(energies, tmp_path):
     hook = model.register_forward_pre_hook(works)
     try:
         for path, message in refusals(energies, tmp_path):
-            method = BlockGTQ(calibration=str(path))
+            method = BlockGTQ(bias="out", calibration=str(path))
             for use in (
                 lambda method=method: fold(model, prompt(90), method),
                 lambda method=method: attach(model, method).__enter__(),

@@ -59,7 +59,10 @@ def calibrate(
     ] = None,
     bias: Annotated[
         str | None,
-        typer.Option("--bias", help=f"blockgtq: its option of that name, {'|'.join(BIASES)}. Default: out."),
+        typer.Option(
+            "--bias",
+            help=f"blockgtq: its option of that name, {'|'.join(BIASES)}. Default: that of the method.",
+        ),
     ] = None,
     dtype: Annotated[str, typer.Option("--dtype", help="|".join(DTYPES))] = "auto",
     device: Annotated[str, typer.Option("--device", help="|".join(DEVICES))] = "auto",
@@ -94,7 +97,7 @@ def calibrate(
     start = time.perf_counter()
     with console.working(f"measuring {len(ids)} tokens", quiet=json_):
         if method == ENERGIES:
-            measured = _energies(loaded, input_ids, name, bias or "out")
+            measured = _energies(loaded, input_ids, name, bias)
         else:
             measured = _tables(loaded, input_ids, key_group, value_group)
     seconds = time.perf_counter() - start
@@ -162,7 +165,7 @@ def _tables(model: Any, input_ids: Any, key_group: int | None, value_group: int 
     return _Measured(facts, table)
 
 
-def _energies(model: Any, input_ids: Any, text: str, bias: Any) -> _Measured:
+def _energies(model: Any, input_ids: Any, text: str, bias: Any | None) -> _Measured:
     import torch
     from rich.table import Table
 
@@ -171,7 +174,7 @@ def _energies(model: Any, input_ids: Any, text: str, bias: Any) -> _Measured:
     from kvfold.methods.blockgtq import BlockGTQ
     from kvfold.methods.energies import worth
 
-    energies = block_energies(model, input_ids, bias=bias, text=text)
+    energies = block_energies(model, input_ids, bias=bias or BlockGTQ.bias, text=text)
     table = Table("layer", "best 4 blocks", *(f"{width} bit" for width in range(1, 9)))
     for column in table.columns:
         column.justify = "right"

@@ -10,12 +10,19 @@ from kvfold import __version__
 from kvfold.api import fold
 from kvfold.errors import KvfoldError
 from kvfold.hf.fingerprint import fingerprint
+from kvfold.methods.blockgtq import BlockGTQ
 from kvfold.methods.energies import Energies, EnergyObserver
 from kvfold.methods.keybias import KeyBias
 
 
 def block_energies(
-    model: Any, input_ids: Tensor, *, bias: KeyBias = "out", text: str = "", window: int = 2048
+    model: Any,
+    input_ids: Tensor,
+    *,
+    bias: KeyBias = BlockGTQ.bias,
+    sinks: int = 4,
+    text: str = "",
+    window: int = 2048,
 ) -> Energies:
     """Mean squared query and key channels of every folding layer on a text.
 
@@ -28,6 +35,8 @@ def block_energies(
     bias : "out", "mean" or "in"
         What to take from the keys, as the method that is to use it: the bias of the key projection, their mean before
         RoPE, or nothing.
+    sinks : int
+        First tokens of each piece that do not count: their keys lie far from all others.
     text : str
         Its name, for the record.
     window : int
@@ -43,7 +52,7 @@ def block_energies(
     tokens = input_ids.shape[1]
     if tokens < 32:
         raise KvfoldError(f"{tokens} tokens are too few to calibrate with: give a text of at least 32")
-    observer = EnergyObserver(bias=bias, window=window)
+    observer = EnergyObserver(bias=bias, sinks=sinks, window=window)
     for piece in input_ids.tensor_split(-(-tokens // window), 1):
         fold(model, piece, observer)
     biased = any(found.biased for found in observer.found.values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
 
@@ -15,7 +15,7 @@ from kvfold.allocate.budget import Budget
 from kvfold.codecs.rotated import RotatedCode
 from kvfold.errors import BudgetError, KvfoldError
 from kvfold.methods.base import LayerView, Method, Needs, check_block
-from kvfold.methods.energies import Energies, Energy, Score, worth
+from kvfold.methods.energies import Energies, Energy, Score, without_sinks, worth
 from kvfold.methods.keybias import KeyBias, key_constant
 from kvfold.stores.base import Store
 from kvfold.stores.rotated import RotatedLayout, RotatedStore, without_constant
@@ -181,7 +181,7 @@ class BlockGTQ(Method):
         keys, values = view.keys[:, :, :tokens], view.values[:, :, :tokens]
         positions, valid = view.positions[:, :tokens], view.valid[:, :, :tokens]
         sinks = 0 if view.previous is not None else self.sinks
-        ordinary = replace(view, valid=view.valid & _after(view, sinks))
+        ordinary = without_sinks(view, sinks)
         constant = key_constant(ordinary, self.bias)
         extra = padding_of(valid)
         if constant is not None:
@@ -319,13 +319,6 @@ def groups_of(widths: Tensor) -> tuple[tuple[int, int], ...]:
     """(width, channels) from the widest on, of blocks of two channels."""
     ordered = sorted(widths.tolist(), reverse=True)
     return tuple((width, 2 * len(list(same))) for width, same in groupby(ordered))
-
-
-def _after(view: LayerView, sinks: int) -> Tensor:
-    """Which tokens come after the first real ones of their row, (batch, 1, tokens) bool."""
-    first = view.tokens - torch.tensor(view.real_tokens, device=view.keys.device)
-    index = torch.arange(view.tokens, device=view.keys.device)
-    return (index >= first[:, None] + sinks)[:, None]
 
 
 def _previous(view: LayerView) -> tuple[tuple[RotatedCode, ...], RotatedCode, dict[str, Tensor]] | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -90,6 +90,13 @@ def partner_of(rotary: Rotary | None, dim: int, device: torch.device) -> Tensor:
     """`Energy.partner` of a rotary embedding; every channel alone where it cannot be told which planes it turns."""
     found = planes(rotary, dim, device) if rotary is not None else None
     return torch.arange(dim, device=device) if found is None else torch.tensor(found, device=device)
+
+
+def without_sinks(view: LayerView, sinks: int) -> LayerView:
+    """The view with the first real tokens of each row marked invalid: their keys lie far from all others."""
+    first = view.tokens - torch.tensor(view.real_tokens, device=view.keys.device) + sinks
+    index = torch.arange(view.tokens, device=view.keys.device)
+    return replace(view, valid=view.valid & (index >= first[:, None])[:, None])
 
 
 @dataclass(frozen=True)
@@ -229,6 +236,8 @@ class EnergyObserver(Method):
     ----------
     bias : "out", "mean" or "in"
         What to take from the keys.
+    sinks : int
+        First tokens of a prompt that do not count.
     window : int
         Longest prompt that it will see.
     """
@@ -237,6 +246,7 @@ class EnergyObserver(Method):
     paper = "internal"
 
     bias: KeyBias = "out"
+    sinks: int = 4
     window: int = 2048
     found: dict[int, Found] = field(default_factory=dict, compare=False)
 
@@ -246,14 +256,14 @@ class EnergyObserver(Method):
 
     @property
     def shortest(self) -> int:
-        return 0
+        return self.sinks
 
     def fold(self, views: Sequence[LayerView]) -> list[Store]:
-        for view in views:
+        for view in (without_sinks(view, self.sinks) for view in views):
             keys, constant = view.keys.float(), key_constant(view, self.bias)
             if constant is not None:
                 keys = without_constant(keys, constant, view.rotary, shifts_of(view.positions))
-            new = Found(Energy.of(view, keys), sum(view.real_tokens), view.key_bias is not None)
+            new = Found(Energy.of(view, keys), int(view.valid[:, 0].sum()), view.key_bias is not None)
             before = self.found.get(view.layer_idx)
             self.found[view.layer_idx] = new if before is None else new.after(before)
         return Full().fold(views)
