@@ -29,6 +29,7 @@ from kvfold.methods import (
     StreamingLLM,
     TurboQuant,
     Uniform,
+    XKV,
 )
 from kvfold.stores.base import Store
 from tests.tiny import left_pad, prompt, tiny_model
@@ -55,6 +56,7 @@ METHODS = {
     "select-fit": SelectFit(keep=0.35, sinks=2, window=8, ridge_to="own"),
     "minicache": MiniCache(start=0, gamma=0.2),
     "shadowkv": ShadowKV(rank=12, chunk=4, outlier_chunks=3, local_chunks=2),
+    "xkv": XKV(keep=0.3, layers=2),
 }
 SELECTIONS = {
     "adakv": AdaKV(keep=0.3, window=8),
@@ -68,8 +70,12 @@ SELECTIONS = {
     "tova": TOVA(keep=0.3),
     "turboquant-prod": TurboQuant(bits=4, variant="prod", rotation="haar"),
     "turboquant-out": TurboQuant(bits=4, bias="out"),
+    "turboquant-buffer": TurboQuant(bits=4, value_bits=3, sinks=4, recent=5),
     "blockgtq-group": BlockGTQ(keep=0.4, norms="group", score="sum", share="layer", bias="mean"),
     "blockgtq-tile": BlockGTQ(bits=2.5, tile=4, most_widths=2, bias="in", recent=5, rotation="haar"),
+    "xkv-plain": XKV(
+        key_rank=24, value_rank=24, widths=(16,), basis_bits=16, metric="plain", sinks=0, recent=0
+    ),
     "attention-matching": AttentionMatching(keep=0.35, sinks=2, window=8, ridge=1e-2),
 }
 """They fold by the same code as a method above, so a few architectures will do."""
@@ -202,9 +208,11 @@ def test_question_after_a_folded_padded_batch(architecture, method):
         return  # The rows of a batch share their widths.
     if method.name == "kivi":
         return  # One residual for the whole batch: a padded row's groups of 16 start elsewhere than when alone.
+    # Rounding differs between the two prefills: eigenvectors move a little, and codes next to a boundary change.
+    atol = 3e-2 if method.name == "xkv" else 2e-3
     for row in range(3):
         single = steps(model, alone[row], question[row : row + 1, 90:], None)
-        assert torch.allclose(found[row], single[0], atol=2e-3), (
+        assert torch.allclose(found[row], single[0], atol=atol), (
             f"row {row} differs from the same prompt alone"
         )
 

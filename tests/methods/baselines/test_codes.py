@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvfold.codecs.codebook import sphere_levels
+from kvfold.codecs.codebook import integer_levels
 from kvfold.codecs.rotation import hadamard
 from kvfold.methods import KIVI, ShadowKV, TurboQuant, Uniform
 from tests.methods.baselines.views import view
@@ -63,7 +63,7 @@ def test_kivi_groups_keys_by_token_and_values_by_channel():
 
 def nearest(x, bits):
     """A vector by TurboQuant's first algorithm, with the norm of the levels taken out of the stored one."""
-    matrix, levels = hadamard(len(x), 0).double().numpy(), sphere_levels(bits, len(x)).double().numpy()
+    matrix, levels = hadamard(len(x), 0).double().numpy(), integer_levels(bits, len(x)).double().numpy()
     length = np.linalg.norm(x)
     coded = np.array([levels[np.abs(levels - value).argmin()] for value in matrix @ x / length])
     return matrix.T @ coded * float(np.float16(length / np.linalg.norm(coded)))
@@ -130,8 +130,12 @@ def test_states_as_large_as_float16_holds(method):
     for head in range(2):
         kept = store.kept(0, head, large.rotary)
         for found, states in ((kept.keys, large.keys), (kept.values, large.values)):
-            error = (found - states[0, head, kept.positions]).abs().max()
-            assert error < (0.8 if method.name == "turboquant" else 0.02) * 65504
+            lost, states = found - states[0, head, kept.positions], states[0, head, kept.positions]
+            if method.name == "turboquant":
+                # Of states as regular as these, rotated channels all lose the same, and one channel gets all of it.
+                assert float((lost.norm(dim=-1) / states.norm(dim=-1)).max()) < 0.3
+            else:
+                assert lost.abs().max() < 0.02 * 65504
 
 
 @pytest.mark.parametrize("method", [KIVI, TurboQuant, Uniform])

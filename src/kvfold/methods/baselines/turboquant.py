@@ -21,7 +21,9 @@ class TurboQuant(Method):
     Parameters
     ----------
     bits : int
-        Width of keys and values.
+        Width of keys, and of values unless `value_bits` is given.
+    value_bits : int, optional
+        Width of values.
     variant : "mse" or "prod"
         "prod" spends one bit of a key's width on the signs of a random projection of what the other bits lose, which
         makes logits unbiased (and noisier). Values are averaged, not multiplied by: theirs are "mse" codes in both.
@@ -29,6 +31,8 @@ class TurboQuant(Method):
         "out" takes from the keys what RoPE makes of the bias of the model's key projection (Qwen2), where it has one, and
         gives it back exactly at attention time. "mean" takes their mean before RoPE instead, which any model has; a first
         token that is an attention sink lies far from it, and is then coded more coarsely. The paper's form is "in".
+    sinks, recent : int
+        First and newest tokens of a prompt kept exact.
     rotation : "hadamard" or "haar"
         Randomised Hadamard, or uniformly random as in the paper.
     block_tokens : int
@@ -39,8 +43,11 @@ class TurboQuant(Method):
     paper = "TurboQuant, arXiv 2504.19874"
 
     bits: int = 4
+    value_bits: int | None = None
     variant: Literal["mse", "prod"] = "mse"
     bias: KeyBias = "in"
+    sinks: int = 0
+    recent: int = 0
     rotation: Literal["hadamard", "haar"] = "hadamard"
     block_tokens: int = 64
 
@@ -50,6 +57,10 @@ class TurboQuant(Method):
             raise ValueError(
                 f"bits must be an integer from {least} to 8 for {self.variant!r}, got {self.bits!r}"
             )
+        if self.value_bits is not None and self.value_bits not in range(1, 9):
+            raise ValueError(f"value_bits must be an integer from 1 to 8, got {self.value_bits!r}")
+        if min(self.sinks, self.recent) < 0:
+            raise ValueError("sinks and recent must not be negative")
         check_block("block_tokens", self.block_tokens)
 
     @property
@@ -58,7 +69,7 @@ class TurboQuant(Method):
 
     @property
     def shortest(self) -> int:
-        return 32
+        return 32 + self.sinks + self.recent
 
     @property
     def block(self) -> int:
@@ -68,23 +79,26 @@ class TurboQuant(Method):
         return [self._encode(view) for view in views]
 
     def _encode(self, view: LayerView) -> Store:
-        heads, key_dim, value_dim = view.keys.shape[1], view.keys.shape[-1], view.values.shape[-1]
+        tokens = view.tokens if view.generated else view.tokens - self.recent
+        keys, values = view.keys[:, :, :tokens], view.values[:, :, :tokens]
+        heads, key_dim, value_dim = keys.shape[1], keys.shape[-1], values.shape[-1]
         sketch = self.variant == "prod"
         key = RotatedCode(((self.bits - sketch, key_dim),), rotation=self.rotation, sketch=sketch)
-        value = RotatedCode(((self.bits, value_dim),), rotation=self.rotation)
+        value = RotatedCode(((self.value_bits or self.bits, value_dim),), rotation=self.rotation)
         constant = key_constant(view, self.bias)
         layout = RotatedLayout(
-            tokens=view.tokens,
-            real_tokens=view.real_tokens,
-            shifts=shifts_of(view.positions),
+            tokens=tokens,
+            real_tokens=tuple(max(count - (view.tokens - tokens), 0) for count in view.real_tokens),
+            shifts=shifts_of(view.positions[:, :tokens]),
             kv_heads=heads,
             key_dim=key_dim,
             value_dim=value_dim,
             keys=(key,) * heads,
             values=(value,) * heads,
             turned=constant is not None and view.rotary is not None,
+            sinks=0 if view.previous is not None else self.sinks,
         )
-        extra = padding_of(view.valid)
+        extra = padding_of(view.valid[:, :, :tokens])
         if constant is not None:
             extra["key_mean"] = constant
-        return RotatedStore.encode(view.keys, view.values, layout, extra, view.rotary)
+        return RotatedStore.encode(keys, values, layout, extra, view.rotary)
