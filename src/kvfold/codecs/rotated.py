@@ -177,8 +177,7 @@ class RotatedCode:
 
     def _shares(self, shares: Tensor | None, device: torch.device) -> list[Tensor]:
         if shares is None:
-            sizes = torch.tensor([channels for _, channels in self.groups], device=device)
-            shares = (sizes / self.dim).sqrt()
+            shares = _even_shares(tuple(channels for _, channels in self.groups), device)
         return list(shares.float().split(1, -1))
 
     def _scales(
@@ -210,6 +209,12 @@ def stored_norms(norms: Tensor) -> Tensor:
     """Norms as they are stored: float16, or bfloat16 where that is too narrow."""
     beyond = bool((norms > torch.finfo(torch.float16).max).any())
     return norms.to(torch.bfloat16 if beyond else torch.float16)
+
+
+@cache
+def _even_shares(channels: tuple[int, ...], device: torch.device) -> Tensor:
+    """Equal lengths for equal numbers of channels; kept, since a decode step must not copy from the host."""
+    return (torch.tensor(channels, device=device) / sum(channels)).sqrt()
 
 
 @cache

@@ -70,6 +70,8 @@ class FoldedCache(Cache):
         self.prompt_hash: str | None = None
         self.report: list[dict[str, Any]] = []
         """One entry a segment: tokens, real tokens of the longest row, whether it was folded, generated or prompt."""
+        self.reserved: list[torch.Tensor] = []
+        """What an engine that is decoding has reserved for new tokens."""
         self._views: dict[int, LayerView] = {}
         self._account: dict[int, dict[str, Any]] = {}
         self._recording = False
@@ -218,7 +220,7 @@ class FoldedCache(Cache):
             self._views, self._account = {}, {}
         view.account, view.folding_layers = self._account, len(layers)
         self._views[layer.layer_idx] = view
-        if self.method.granularity == "model" and layer is not layers[-1]:
+        if not self.method.complete(layers.index(layer), len(layers)):
             return
         views, self._views = self._views, {}
         stores = self.method.fold([views[index] for index in sorted(views)])
@@ -306,8 +308,10 @@ class FoldedCache(Cache):
             else:
                 count = storage_bytes(tensors_in(vars(layer)))
                 ledgers.append(Ledger({"stock layers": count} if count else {}, count))
-        tables = sum(tensor_bytes(table) for table in self.rotary_tables())
-        return Ledger.merge([*ledgers, self._counted_again(), Ledger({"rotary": tables} if tables else {})])
+        others = {"rotary": self.rotary_tables(), "reserved": self.reserved}
+        shared = {purpose: sum(tensor_bytes(tensor) for tensor in found) for purpose, found in others.items()}
+        shared = {purpose: count for purpose, count in shared.items() if count}
+        return Ledger.merge([*ledgers, self._counted_again(), Ledger(shared)])
 
     def _counted_again(self) -> Ledger:
         """What takes off the tensors that several layers share, for all but the first of them."""

@@ -72,7 +72,7 @@ class AttentionCall:
             mask=mask,
             padding=padding,
             position_ids=kwargs.get("position_ids"),
-            expand=_expand_of(module),
+            expand=expand_of(module),
         )
 
     @cached_property
@@ -139,7 +139,7 @@ def _tail_positions(
     return last - after.clamp_min(0)
 
 
-def _expand_of(module: torch.nn.Module) -> Expand | None:
+def expand_of(module: torch.nn.Module) -> Expand | None:
     """For multi-head latent attention: (rotary part, latent) to per-head keys and values."""
     expand_kv = getattr(module, "expand_kv", None)
     if expand_kv is None:

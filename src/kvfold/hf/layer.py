@@ -134,6 +134,11 @@ class FoldedLayer(CacheLayerMixin):
             )
 
     @property
+    def attending_module(self) -> torch.nn.Module | None:
+        """The attention module that last read the layer; None before any has, and when it is gone."""
+        return None if self.module is None else self.module()
+
+    @property
     def tail(self) -> int:
         """Exact tokens after the last segment."""
         return 0 if self.keys is None else self.keys.shape[2]
@@ -288,7 +293,7 @@ class FoldedLayer(CacheLayerMixin):
         self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> list[Part]:
         """Attention over each segment, then over the tail, then the model's sinks if it has them; or all in one."""
-        context = AttendContext(call.scaling, call.softcap, call.expand, self._rotary(call.module))
+        context = AttendContext(call.scaling, call.softcap, call.expand, self.rotary_of(call.module))
         *others, last = self.segments
         parts = [segment.store.attend(query, segment.rows, context) for segment in others]
         alone = call.new == 1 and call.sinks is None and last.rows is None and not self._in_prompt(call)
@@ -381,7 +386,7 @@ class FoldedLayer(CacheLayerMixin):
         for row in range(batch):
             source = row if segment.rows is None else int(segment.rows[row])
             for head in range(heads):
-                kept = store.kept(source, head, self._rotary(call.module))
+                kept = store.kept(source, head, self.rotary_of(call.module))
                 keys[row, head, kept.positions] = kept.keys.to(keys.dtype)
                 values[row, head, kept.positions] = kept.values.to(values.dtype)
                 valid[row, head, kept.positions] = True
@@ -457,6 +462,32 @@ class FoldedLayer(CacheLayerMixin):
         view.generated = True
         self.cache.fold_layer(self, view)
 
+    def extend(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        call: AttentionCall | None = None,
+        queries: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+    ) -> None:
+        """Take over tokens that were decoded elsewhere, and fold the block that they fill.
+
+        Parameters
+        ----------
+        keys, values : (batch, kv_heads, new, key_dim | value_dim)
+        call : AttentionCall, optional
+            The last token's.
+        queries, lse : (batch, heads, n, query_dim) and (batch, heads, n) float32, optional
+            Of those of the new tokens that come after the tail's first block, and over all that they saw.
+        """
+        assert self.keys is not None and self.values is not None
+        self.keys, self.values = torch.cat([self.keys, keys], 2), torch.cat([self.values, values], 2)
+        self.reopen = False
+        if call is not None and queries is not None and lse is not None:
+            seen = self.keys if call.expand is None else call.expand(self.values, self.keys)[0]
+            with torch.no_grad():
+                self._observe_block(call, queries, seen, [(queries, lse)])
+
     def _key_dim(self, call: AttentionCall) -> int:
         assert self.keys is not None and self.values is not None
         return (self.values if call.expand else self.keys).shape[-1]
@@ -473,7 +504,8 @@ class FoldedLayer(CacheLayerMixin):
         if call.expand:
             keys, values = values, keys
         for name, states in (("keys", keys), ("values", values)):
-            if not bool(torch.isfinite(states).all()):
+            # Both are NaN where anything is; several times faster on a CPU than a look at every element.
+            if not bool(torch.isfinite(torch.stack(torch.aminmax(states))).all()):
                 raise NonFiniteError(
                     f"layer {self.layer_idx}: the {name} to fold hold NaN or Inf; the model overflowed"
                     f" (try bfloat16 or float32 instead of {states.dtype})"
@@ -489,13 +521,13 @@ class FoldedLayer(CacheLayerMixin):
             gates=None if self.gates is None else self.gates[:, :, :tokens],
             layer_idx=self.layer_idx,
             num_layers=self.cache.num_layers,
-            rotary=self._rotary(call.module),
+            rotary=self.rotary_of(call.module),
             key_bias=self._key_bias(call),
             expand=call.expand,
             previous=(self.segments[-1].store, self.segments[-1].rows) if self.segments else None,
         )
 
-    def _rotary(self, module: torch.nn.Module) -> Rotary | None:
+    def rotary_of(self, module: torch.nn.Module) -> Rotary | None:
         """The model's rotary embedding, where the method works with it."""
         if not self.cache.method.needs.rotary:
             return None

@@ -138,6 +138,7 @@ class Store(ABC):
         value: torch.Tensor,
         context: AttendContext,
         before: Part | None,
+        length: torch.Tensor | None = None,
     ) -> Part | None:
         """Attention over the store, over exact tokens after it and over what came before, in one go.
 
@@ -149,10 +150,12 @@ class Store(ABC):
         context : AttendContext
         before : Part or None
             Attention over yet other tokens.
+        length : (1,) int64 or None
+            Only so many of the exact tokens are there: read on the device, so that a CUDA graph can replay.
 
         Returns
         -------
-        As `attend`, or None where only the parts can be had one by one.
+        As `attend` (the output perhaps of the query's dtype), or None where only the parts can be had one by one.
         """
         return None
 

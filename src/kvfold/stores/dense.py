@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from kvfold.kernels import dense_decode
+from kvfold.kernels.dense_decode import Exact
 from kvfold.kernels.reference import Part, attend, merge
 from kvfold.stores.base import AttendContext, Kept, Rotary, Store
 
@@ -32,6 +34,8 @@ class DenseStore(Store):
         self.real_tokens = tuple(int(count) for count in counts)
 
     def attend(self, query: torch.Tensor, rows: torch.Tensor | None, context: AttendContext) -> Part:
+        if rows is None and self._fused(query, context):
+            return dense_decode.attend(query, self._exact, None, context.scaling, context.softcap)
         parts = []
         for start in range(0, self.tokens, self.block):
             span = slice(start, start + self.block)
@@ -44,6 +48,33 @@ class DenseStore(Store):
                 mask = None if mask is None else mask[rows]
             parts.append(attend(query, keys, values, context.scaling, mask, context.softcap))
         return merge(parts)
+
+    def attend_with_tail(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        context: AttendContext,
+        before: Part | None,
+        length: torch.Tensor | None = None,
+    ) -> Part | None:
+        if not self._fused(query, context) or not dense_decode.fits(query, key, value):
+            return None
+        tail = Exact(key, value, length)
+        return dense_decode.attend(query, self._exact, tail, context.scaling, context.softcap, before)
+
+    @property
+    def _exact(self) -> Exact:
+        return Exact(self.keys, self.values, valid=self.valid)
+
+    def _fused(self, query: torch.Tensor, context: AttendContext) -> bool:
+        """Whether the kernel serves: a decode step on a GPU."""
+        return (
+            query.is_cuda
+            and context.expand is None
+            and dense_decode.fits(query, self.keys, self.values)
+            and dense_decode.problem(query.device) is None
+        )
 
     def kept(self, row: int, head: int, rotary: Rotary | None = None) -> Kept:
         positions = torch.arange(self.tokens, device=self.keys.device)

@@ -233,7 +233,9 @@ def attend_rows(query: Tensor, rows: Tensor | None, attend_row: Callable[[int, T
     lses: list[Tensor | None] = [None] * batch
     for row in sorted(set(sources)):
         index = [position for position, source in enumerate(sources) if source == row]
-        output, lse = attend_row(row, query[index].float().transpose(0, 1).flatten(1, 2))
+        # A slice needs no index on the device, so a step that is captured does not wait for the host.
+        own = query[index[0] : index[0] + 1] if len(index) == 1 else query[index]
+        output, lse = attend_row(row, own.float().transpose(0, 1).flatten(1, 2))
         for position, one, its in zip(
             index, output.unflatten(1, (-1, queries)).unbind(1), lse.unflatten(1, (-1, queries)).unbind(1)
         ):

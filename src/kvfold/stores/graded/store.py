@@ -111,9 +111,15 @@ class GradedStore(RaggedStore):
         return self._row(row).attend(query, self.tokens, context)
 
     def attend_with_tail(
-        self, query: Tensor, key: Tensor, value: Tensor, context: AttendContext, before: Part | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        context: AttendContext,
+        before: Part | None,
+        length: Tensor | None = None,
     ) -> Part | None:
-        if context.expand is not None or query.shape[0] != self.rows:
+        if length is not None or context.expand is not None or query.shape[0] != self.rows:
             return None
         parts = []
         for row in range(self.rows):

@@ -1,0 +1,170 @@
+"""One decode step: as transformers runs it, or the whole of it as one CUDA graph."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.utils import ModelOutput
+
+from kvfold.engine.choose import Chooser
+from kvfold.engine.fixed import FixedCache, NotFixedError
+from kvfold.hf import CACHE_KEYWORD, FoldedCache, bridge
+
+logger = logging.getLogger(__name__)
+
+PLAIN = {
+    "input_ids",
+    "attention_mask",
+    "position_ids",
+    "use_cache",
+    "logits_to_keep",
+    "return_dict",
+    CACHE_KEYWORD,
+}
+"""What a decode step may be given for its graph to hold; anything else might change from step to step."""
+
+
+class EagerStep:
+    """A step as `model.generate` runs it.
+
+    Parameters
+    ----------
+    model : transformers causal language model
+    chooser : Chooser
+    inputs : dict
+        What `generate` keeps for the model from step to step: mask, positions, cache.
+    """
+
+    def __init__(self, model: Any, chooser: Chooser, inputs: dict[str, Any]):
+        self.model, self.chooser, self.inputs = model, chooser, inputs
+
+    def __call__(self) -> None:
+        """Read the newest token and choose the next."""
+        outputs = self.model(**self.prepared(), return_dict=True)
+        self.count(outputs)
+        self.chooser.choose(last_logits(outputs))
+
+    def prepared(self) -> dict[str, Any]:
+        """The model's arguments for the newest token."""
+        prepared: dict[str, Any] = self.model.prepare_inputs_for_generation(
+            self.chooser.sequences, next_sequence_length=1, **self.inputs
+        )
+        return prepared
+
+    def count(self, outputs: Any, tokens: int = 1) -> None:
+        """Tell masks and positions that so many tokens more are there."""
+        for _ in range(tokens):
+            self.inputs = self.model._update_model_kwargs_for_generation(
+                outputs, self.inputs, is_encoder_decoder=False
+            )
+
+
+class FixedStep:
+    """A step at fixed addresses, captured in a CUDA graph after it ran once.
+
+    Parameters
+    ----------
+    eager : EagerStep
+        Whose work it takes over.
+    cache : FoldedCache
+    room : int
+        Steps it is good for.
+    capture : bool
+        False: run every step without a graph.
+
+    Raises
+    ------
+    NotFixedError
+        The model or the cache does not allow it.
+    """
+
+    def __init__(self, eager: EagerStep, cache: FoldedCache, room: int, capture: bool):
+        self.eager, self.model, self.chooser = eager, eager.model, eager.chooser
+        prepared = eager.prepared()
+        more = sorted(name for name, value in prepared.items() if name not in PLAIN and value is not None)
+        if more:
+            raise NotFixedError(f"the model takes {', '.join(more)} at every step")
+        positions = prepared.get("position_ids")
+        if positions is None:
+            raise NotFixedError("the model takes no position_ids")
+        self.positions = positions.clone()
+        self.fixed = FixedCache(cache, room, prepared.get("attention_mask"))
+        # A mask of four dimensions is passed on as it is, so none is made; the cache masks for itself.
+        mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.positions.device)
+        self.arguments: dict[str, Any] = {
+            name: prepared[name] for name in ("use_cache", "logits_to_keep") if name in prepared
+        }
+        self.arguments |= {"attention_mask": mask, "position_ids": self.positions, CACHE_KEYWORD: self.fixed}
+        self.logits: Tensor | None = None
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.capture, self.reason = capture, None if capture else "it was not asked for"
+
+    def __call__(self) -> None:
+        """Read the newest token and choose the next."""
+        if self.graph is not None:
+            self.graph.replay()
+        else:
+            try:
+                self._run()
+            except Exception:
+                if not self.fixed.taken:
+                    self.fixed.undo()
+                raise
+        self.fixed.taken += 1
+        if not self.chooser.capturable:
+            assert self.logits is not None
+            self.chooser.choose(self.logits.clone())
+        if self.capture and self.graph is None and self.fixed.taken < self.fixed.room:
+            self._capture()
+
+    def _run(self) -> None:
+        self.fixed.begin()
+        outputs = self.model(input_ids=self.chooser.tokens, return_dict=True, **self.arguments)
+        logits = last_logits(outputs)
+        if self.logits is None:
+            self.logits = logits
+        else:
+            self.logits.copy_(logits)
+        self.positions += 1
+        self.fixed.advance()
+        if self.chooser.capturable:
+            self.chooser.choose(self.logits)
+
+    def _capture(self) -> None:
+        """Capture the next step. Nothing runs; the step just made has built kernels and workspaces."""
+        graph = torch.cuda.CUDAGraph()
+        generator = torch.cuda.default_generators[self.positions.device.index]
+        state = generator.clone_state()
+        try:
+            with torch.cuda.graph(graph):
+                self._run()
+        except RuntimeError as error:
+            # A capture that ends in an error leaves the generator waiting for the graph.
+            generator.graphsafe_set_state(state)
+            bridge.forget()
+            first = error.__context__ or error
+            self.capture, self.reason = False, f"capture failed: {str(first).splitlines()[0]}"
+            logger.warning("kvfold decodes without a CUDA graph: %s", self.reason)
+            return
+        self.graph = graph
+
+    @property
+    def full(self) -> bool:
+        """Whether it is good for no step more."""
+        return self.fixed.full
+
+    def close(self) -> None:
+        """Give the tokens back to the cache; masks and positions follow."""
+        self.graph = None
+        last = self.positions - 1
+        self.fixed.give_back(last if last.dim() == 2 else None)
+        self.eager.count(ModelOutput(), self.fixed.taken)
+
+
+def last_logits(outputs: Any) -> Tensor:
+    """Logits of the newest token, (batch, vocabulary) float32, in memory of their own."""
+    logits: Tensor = outputs.logits[:, -1].to(copy=True, dtype=torch.float32)
+    return logits

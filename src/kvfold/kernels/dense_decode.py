@@ -1,0 +1,174 @@
+"""Decode attention over keys and values as they are: flash decoding (split over tokens, merged by log-sum-exp) in Triton.
+
+One launch reads the history and the exact tail after it, whose length lies in device memory so that a CUDA graph can
+replay; a second merges the splits. `kernels.reference.attend` and `merge` are the plain twin.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvfold.kernels.reference import Part
+
+MAX_DIM, MAX_GROUP = 256, 64
+"""Largest head dimension and number of queries of a KV head."""
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Exact:
+    """Keys and values as they are.
+
+    Attributes
+    ----------
+    keys, values : (batch, kv_heads, tokens, key_dim | value_dim)
+        Any strides, channels next to each other.
+    length : (1,) int64 on the device, or None
+        Only so many tokens are seen; None: all.
+    valid : (batch, tokens) bool, or None
+        False where a token is hidden.
+    """
+
+    keys: Tensor
+    values: Tensor
+    length: Tensor | None = None
+    valid: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How the launch is cut; see `tuning`."""
+
+    block: int
+    warps: int
+    stages: int
+    programs: int
+    """Programs to aim at: blocks of threads that the GPU holds at once."""
+
+
+def problem(device: torch.device) -> str | None:
+    """None if the kernel can run there, else the reason why not."""
+    if device.type != "cuda":
+        return f"{device.type} has no Triton"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    major, minor = torch.cuda.get_device_capability(device)
+    return None if major >= 8 else f"compute capability {major}.{minor} is below 8.0"
+
+
+def fits(query: Tensor, keys: Tensor, values: Tensor) -> bool:
+    """Whether shapes and dtypes are such that the kernel serves: one query a head, no expansion to come."""
+    return (
+        query.shape[2] == 1
+        and query.dtype == keys.dtype == values.dtype
+        and query.dtype in _DTYPES
+        and query.shape[3] == keys.shape[3]
+        and max(keys.shape[3], values.shape[3]) <= MAX_DIM
+        and query.shape[1] // keys.shape[1] <= MAX_GROUP
+        and keys.stride(3) == values.stride(3) == 1
+    )
+
+
+@cache
+def tuning(device: torch.device, dtype: torch.dtype, dim: int) -> Tuning:
+    """What was fastest on an H200 (benchmarks/engine.py), scaled to the GPU's multiprocessors."""
+    if device.type != "cuda":
+        return Tuning(block=16, warps=4, stages=1, programs=4)
+    count = torch.cuda.get_device_properties(device).multi_processor_count
+    wide = dim > 128 or dtype == torch.float32
+    return Tuning(block=32 if wide else 64, warps=4, stages=3, programs=2 * count)
+
+
+def attend(
+    query: Tensor,
+    history: Exact | None,
+    tail: Exact | None,
+    scaling: float,
+    softcap: float | None = None,
+    before: Part | None = None,
+    tuned: Tuning | None = None,
+) -> Part:
+    """Attention of one query a head over history, tail and what came before.
+
+    Parameters
+    ----------
+    query : (batch, heads, 1, key_dim)
+    history, tail : Exact or None
+        At least one.
+    scaling : float
+    softcap : float, optional
+    before : Part, optional
+        Attention over yet other tokens.
+    tuned : Tuning, optional
+
+    Returns
+    -------
+    (output (batch, heads, 1, value_dim) of the query's dtype, log-sum-exp (batch, heads, 1) float32)
+    """
+    kernels = _kernels()
+    first = history or tail
+    assert first is not None
+    batch, heads, _, dim = query.shape
+    kv_heads, value_dim = first.keys.shape[1], first.values.shape[3]
+    tuned = tuned or tuning(query.device, query.dtype, max(dim, value_dim))
+    splits, chunk = _splits(history, tuned, batch * kv_heads, tuned.programs)
+    tail_splits, tail_chunk = _splits(
+        tail, tuned, batch * kv_heads, tuned.programs // 2 if history else tuned.programs
+    )
+    total = splits + tail_splits
+    partial = query.new_empty(batch, heads, total, value_dim, dtype=torch.float32)
+    partial_lse = query.new_empty(batch, heads, total, dtype=torch.float32)
+    group = heads // kv_heads
+    query = query.contiguous()
+    sides: list[Any] = []
+    for side in (history, tail):
+        keys, values = (side.keys, side.values) if side is not None else (query, query)
+        length = side.length if side is not None and side.length is not None else query
+        valid = side.valid if side is not None and side.valid is not None else query
+        sides += [keys, values, length, valid, *keys.stride()[:3], *values.stride()[:3]]
+        sides += [valid.stride(0), 0 if side is None else keys.shape[2]]
+    kernels.partials[(total, kv_heads, batch)](
+        query, partial, partial_lse, *sides, splits, chunk, tail_chunk, total, scaling, softcap or 0.0,
+        GROUP=group, ROWS=max(16, _power(group)), DIM=dim, DIM_UP=_power(dim), VALUE=value_dim,
+        VALUE_UP=_power(value_dim), BLOCK=tuned.block, CAPPED=softcap is not None,
+        LENGTH=history is not None and history.length is not None, VALID=history is not None and history.valid is not None,
+        TAIL_LENGTH=tail is not None and tail.length is not None, TAIL_VALID=tail is not None and tail.valid is not None,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        num_warps=tuned.warps, num_stages=tuned.stages,
+    )  # fmt: skip
+    output = query.new_empty(batch, heads, 1, value_dim)
+    lse = query.new_empty(batch, heads, 1, dtype=torch.float32)
+    before_output, before_lse = (partial, partial_lse) if before is None else (x.contiguous() for x in before)
+    kernels.finish[(batch * heads,)](
+        partial, partial_lse, before_output, before_lse, output, lse, total,
+        SPLITS_UP=_power(total), VALUE=value_dim, VALUE_UP=_power(value_dim), BEFORE=before is not None, num_warps=4,
+    )  # fmt: skip
+    return output, lse
+
+
+def _splits(side: Exact | None, tuned: Tuning, heads: int, programs: int) -> tuple[int, int]:
+    """Into how many parts the tokens are split, and tokens in a part."""
+    if side is None or not side.keys.shape[2]:
+        return 0, tuned.block
+    blocks = math.ceil(side.keys.shape[2] / tuned.block)
+    splits = min(blocks, max(1, programs // heads))
+    chunk = math.ceil(blocks / splits) * tuned.block
+    return math.ceil(side.keys.shape[2] / chunk), chunk
+
+
+def _power(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length() if n > 1 else 1
+
+
+@cache
+def _kernels() -> Any:
+    from kvfold.kernels import dense_decode_triton
+
+    return dense_decode_triton
