@@ -172,7 +172,7 @@ def test_energies_that_do_not_suit(energies, kvfold, model_folder, base_folder, 
     (tmp_path / "bad.safetensors").write_text("{}")
     for model, path, more, message in (
         (base_folder, energies, ["--option", "bias=out"], "another model"),
-        (model_folder, energies, ["--option", "bias=mean"], "bias='none'"),
+        (model_folder, energies, ["--option", "bias=mean"], "bias='in'"),
         (model_folder, "bad.safetensors", [], "no file of block energies"),
         (model_folder, "missing.safetensors", [], "cannot be read"),
     ):

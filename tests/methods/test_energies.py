@@ -210,11 +210,13 @@ def refusals(energies, tmp_path):
     (tmp_path / "cut.safetensors").write_bytes(energies.read_bytes()[:-40])
     shape = replace(layer, query=layer.query[:, :6])
     planes = replace(layer, partner=torch.arange(16).roll(1))
+    types = replace(layer, partner=layer.partner.float())
     return [
         (written("model", fingerprint="0" * 64), "another model"),
         (written("bias", bias="in"), "bias='in'"),
         (written("shape", layers={0: shape}), "wrong shapes"),
         (written("negative", layers={0: replace(layer, key=-layer.key)}), "negative"),
+        (written("types", layers={0: types}), "wrong types"),
         (written("planes", layers={0: planes}), "two channels"),
         (tmp_path / "text.safetensors", "no file of block energies"),
         (tmp_path / "other.safetensors", "holds no block energies"),

@@ -142,9 +142,10 @@ class BlockGTQ(Method):
         assert self.calibration is not None
         energies = Energies.load(self.calibration)
         if energies.bias != self.bias and not (energies.bias == "none" and self.bias != "mean"):
+            other = "in" if energies.bias == "none" else energies.bias
             raise KvfoldError(
-                f"{self.calibration} is of keys with bias={energies.bias!r}, not {self.bias!r}: calibrate with"
-                f" --bias {self.bias}, or fold with bias={energies.bias!r}"
+                f"{self.calibration} is of keys with bias={other!r}, not {self.bias!r}: calibrate with --bias {self.bias},"
+                f" or fold with bias={other!r}"
             )
         return energies
 

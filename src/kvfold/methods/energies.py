@@ -190,9 +190,11 @@ def _layers(tensors: Mapping[str, Tensor]) -> dict[int, Energy]:
     layers = {}
     for index in sorted({int(name.partition(".")[0]) for name in tensors}):
         query, key, partner = (tensors[f"{index}.{name}"] for name in ("query", "key", "partner"))
-        channel = torch.arange(key.shape[-1])
-        if query.dim() != 2 or query.shape != key.shape or partner.shape != channel.shape:
+        if query.dim() != 2 or query.shape != key.shape or partner.shape != key.shape[1:]:
             raise ValueError(f"layer {index} has wrong shapes")
+        if (query.dtype, key.dtype, partner.dtype) != (torch.float32, torch.float32, torch.int64):
+            raise ValueError(f"layer {index} has wrong types")
+        channel = torch.arange(len(partner))
         if not all(bool((torch.isfinite(x) & (x >= 0)).all()) for x in (query, key)):
             raise ValueError(f"layer {index} has an energy that is negative or not finite")
         if bool((partner < 0).any()) or not torch.equal(partner[partner % len(channel)], channel):
