@@ -310,12 +310,15 @@ def test_a_bad_grid(changes, message):
 
 def test_labels_say_what_differs_from_the_defaults():
     labels = ["kivi:residual=64,bits=2", "kivi:bits=2,group=32,residual=64", "snapkv:keep=0.5", "snapkv"]
+    labels += ["blockgtq", "blockgtq:bits=2.5,sinks=0"]
     made = Grid(models=["m"], tasks=["needle"], methods=labels, budgets=["keep=0.10"]).variants()
     assert [(variant.label, variant.budget) for variant in made] == [
         ("full", ""),
         ("kivi:bits=2,residual=64", ""),
         ("snapkv", "keep=0.5"),
         ("snapkv", "keep=0.1"),
+        ("blockgtq", "keep=0.1"),
+        ("blockgtq:sinks=0", "bits=2.5"),
     ]
 
 

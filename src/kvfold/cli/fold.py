@@ -44,6 +44,9 @@ def fold(
         int | None,
         typer.Option("--tokens", help="Budget instead of --keep: 16-bit tokens a head, payload only."),
     ] = None,
+    bits: Annotated[
+        float | None, typer.Option("--bits", help="Width of codes, for methods that are told it: blockgtq, kivi, ...")
+    ] = None,
     option: Annotated[
         list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="A method option; repeatable.")
     ] = None,
@@ -77,7 +80,8 @@ def fold(
     given: dict[str, Any] = {"keep": keep, "bits_per_element": bits_per_element, "tokens": tokens}
     if calibration is not None:
         given |= calibrated(method, calibration)
-    chosen = build_method(method, given, option or [])
+    options = [*(option or []), *([] if bits is None else [f"bits={bits:g}"])]
+    chosen = build_method(method, given, options)
     _ = chosen.calibrated_for  # raises where its file is no calibration
 
     from kvfold.artifact import save

@@ -17,9 +17,6 @@ from kvfold.evaluate.tasks.base import Task
 from kvfold.methods import METHODS, Full
 from kvfold.methods.base import Method
 
-BUDGETS = ("keep", "bits_per_element", "tokens")
-"""The terms a budget comes in; a method without any has no budget and runs once."""
-
 AUTO = "auto"
 
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -269,7 +266,7 @@ def _variants(label: str, budgets: Sequence[str]) -> Iterable[Variant]:
     if name not in METHODS:
         raise KvfoldError(_unknown("method", name, METHODS))
     known = [field.name for field in fields(METHODS[name])]
-    terms = [term for term in BUDGETS if term in known]
+    terms = [term for term in METHODS[name].budgets if term in known]
     own = {term: options.pop(term) for term in terms if term in options}
     if own:
         wanted = [",".join(f"{term}={value}" for term, value in own.items())]

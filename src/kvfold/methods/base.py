@@ -144,10 +144,13 @@ class Method(ABC):
     granularity : "layer" or "model"
         "layer": folded as soon as a layer's attention has run. "model": needs every layer first, so that the
         peak is the full cache. A property where an option decides.
+    budgets : tuple of str
+        Options of which each is a budget, so that only one is given; a method may lack some.
     """
 
     name: ClassVar[str]
     paper: ClassVar[str]
+    budgets: ClassVar[tuple[str, ...]] = ("keep", "bits_per_element", "tokens")
 
     @property
     def granularity(self) -> Literal["layer", "model"]:

@@ -79,6 +79,7 @@ class BlockGTQ(Method):
 
     name = "blockgtq"
     paper = "after Block-GTQ"
+    budgets = ("keep", "bits_per_element", "bits")
 
     bits: float | None = None
     keep: float | None = None
