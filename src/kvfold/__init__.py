@@ -18,6 +18,7 @@ _EXPORTS = {
     "make_method": "kvfold.methods",
     "Full": "kvfold.methods",
     "RDKV": "kvfold.methods",
+    "BlockGTQ": "kvfold.methods",
     "PublishedRDKV": "kvfold.methods",
     "SnapKV": "kvfold.methods",
     "KIVI": "kvfold.methods",
@@ -30,6 +31,7 @@ __all__ = [
     "KIVI",
     "METHODS",
     "RDKV",
+    "BlockGTQ",
     "FoldedCache",
     "Full",
     "Ledger",
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
     from kvfold.methods import KIVI as KIVI
     from kvfold.methods import METHODS as METHODS
     from kvfold.methods import RDKV as RDKV
+    from kvfold.methods import BlockGTQ as BlockGTQ
     from kvfold.methods import Full as Full
     from kvfold.methods import PublishedRDKV as PublishedRDKV
     from kvfold.methods import SnapKV as SnapKV

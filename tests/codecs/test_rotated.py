@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvfold.codecs.codebook import integer_levels
 from kvfold.codecs.packing import packed_bytes
@@ -38,14 +42,34 @@ def test_against_the_algorithm_written_out(rotation, keep_norm, bits, dim):
         assert np.allclose(slow(one, matrix, levels, keep_norm), expected, atol=1e-4 * np.abs(one).max())
 
 
+@pytest.mark.parametrize("rotation", ["hadamard", "haar"])
 @pytest.mark.parametrize(("bits", "law"), [(1, 0.36), (2, 0.117), (3, 0.0345), (4, 0.0095)])
-def test_the_error_law(bits, law):
+def test_the_error_law(bits, law, rotation):
     """Mean squared error of a unit vector, TurboQuant theorem 1 and its measured figures at d = 128."""
     x = torch.nn.functional.normalize(
         torch.randn(4000, 128, generator=torch.Generator().manual_seed(0)), dim=-1
     )
-    error = (round_trip(RotatedCode(((bits, 128),), keep_norm=False), x) - x).square().sum(-1).mean()
+    code = RotatedCode(((bits, 128),), rotation=rotation, keep_norm=False)
+    error = (round_trip(code, x) - x).square().sum(-1).mean()
     assert error == pytest.approx(law, rel=0.03)
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    st.integers(2, 130),
+    st.sampled_from(["hadamard", "haar"]),
+    st.floats(-3, 3),
+    st.integers(0, 1000),
+)
+def test_error_falls_with_every_bit_and_lengths_stay(dim, rotation, size, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(64, dim, generator=generator) * 10**size
+    errors = []
+    for bits in range(1, 9):
+        found = round_trip(RotatedCode(((bits, dim),), rotation=rotation, seed=seed), x)
+        assert torch.allclose(found.norm(dim=-1), x.norm(dim=-1), rtol=2e-3)
+        errors.append(float(((found - x).square().sum(-1) / x.square().sum(-1)).mean()))
+    assert all(more < 0.75 * less for less, more in itertools.pairwise(errors))
 
 
 def test_the_sketch_against_the_algorithm_written_out():

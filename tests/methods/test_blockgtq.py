@@ -272,6 +272,8 @@ def test_bad_options(options, message):
 def test_what_does_not_fit_is_told_before_work():
     with pytest.raises(KvfoldError, match="do not divide into tiles of 16"):
         BlockGTQ(tile=16).check(100, 2, 24, 24)
+    with pytest.raises(KvfoldError, match="keys of 7 channels"):
+        BlockGTQ().check(100, 2, 7, 8)
     with pytest.raises(BudgetError, match="at least") as error:
         fold(tiny_model("llama"), prompt(90), BlockGTQ(keep=0.05))
     least = float(str(error.value).split("keep=")[1].split()[0]) + 1e-4
