@@ -77,7 +77,9 @@ def test_where_each_code_is(width, kind):
             codes = torch.zeros(64, 16, dtype=torch.uint8)
             codes[token, channel] = code = 2**width - 1
             words = pack_tile(codes, width, kind)[0].view(torch.int32).tolist()
-            if kind == "keys":  # m16n8k16, A: row (token) lane / 4 and 8 more, column (channel) 4 (lane % 4) + byte
+            if (
+                kind == "keys"
+            ):  # m16n8k16, A: row (token) lane / 4 and 8 more, column (channel) 4 (lane % 4) + byte
                 lane, byte = 4 * (token % 8) + channel // 4, channel % 4
                 register = 2 * (token // 16) + (token % 16) // 8
             else:  # m16n8k32, A: row (channel) likewise; the column is where movmatrix leaves the token's weight

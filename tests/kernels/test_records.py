@@ -30,7 +30,12 @@ class Case:
         books = torch.stack([*(book(LEVELS, index) for index in groups), book(LEVELS)])
         data, self.keys, self.values, self.slots = [], [], [], []
         for own in runs:
-            keys, values, slots, slot = [torch.zeros(0, self.dim).double()], [torch.zeros(0, self.dim).double()], [], 0
+            keys, values, slots, slot = (
+                [torch.zeros(0, self.dim).double()],
+                [torch.zeros(0, self.dim).double()],
+                [],
+                0,
+            )
             for layout, tokens in own:
                 coded, one, other = self._random(layout, tokens, groups)
                 data.append(pack(coded, layout).flatten())
@@ -45,14 +50,21 @@ class Case:
         books = books.expand(rows, self.kv_heads, -1, -1).contiguous()
         empty = torch.empty(0, dtype=torch.uint8)
         self.records = Records(torch.cat([empty, *data]).to(device), books.to(device), described)
-        self.query = torch.randn(rows, self.kv_heads * group, self.dim, generator=self.generator).to(device) / UNIT
+        self.query = (
+            torch.randn(rows, self.kv_heads * group, self.dim, generator=self.generator).to(device) / UNIT
+        )
 
     def _random(self, layout, tokens, groups):
         """Codes as normal numbers have them, norms spread over a factor of a few."""
 
         def codes(width):
             if width == 8:
-                return (torch.randn(tokens, 16, generator=self.generator) * 24 + 127.5).round().clamp(0, 255).to(torch.uint8)
+                return (
+                    (torch.randn(tokens, 16, generator=self.generator) * 24 + 127.5)
+                    .round()
+                    .clamp(0, 255)
+                    .to(torch.uint8)
+                )
             x = torch.randn(tokens, 16, generator=self.generator) * UNIT
             return (x[..., None] - torch.tensor(LEVELS[width])).abs().argmin(-1).to(torch.uint8)
 
@@ -70,7 +82,10 @@ class Case:
 
         norms = numbers(tokens, layout.key_norms) if layout.key_norms else None
         magnitudes = numbers(tokens) if layout.magnitudes else None
-        tiles = [codes(width) if width else torch.zeros(tokens, 16, dtype=torch.uint8) for width in layout.key_widths]
+        tiles = [
+            codes(width) if width else torch.zeros(tokens, 16, dtype=torch.uint8)
+            for width in layout.key_widths
+        ]
         keys = [
             values(tile, width) if width else torch.zeros(tokens, 16).double()
             for tile, width in zip(tiles, layout.key_widths)
@@ -106,7 +121,9 @@ def same(found, expected, tolerance):
     assert (output[~there] == 0).all()
     error = (output[there] - expected[0][there]).norm(dim=-1) / expected[0][there].norm(dim=-1)
     assert error.max() < tolerance
-    assert (lse[there] - expected[1][there]).abs().max() < tolerance * max(1, float(expected[1][there].abs().max()))
+    assert (lse[there] - expected[1][there]).abs().max() < tolerance * max(
+        1, float(expected[1][there].abs().max())
+    )
 
 
 def mixed(*widths, value=4, **kwargs):
@@ -289,4 +306,3 @@ def test_bad_input():
         book({3: [0, 1, 2, 3]})
     with pytest.raises(ValueError, match="eight below 0"):
         book({4: list(range(16))})
-

@@ -193,7 +193,9 @@ def pack_tile(codes: Tensor, width: int, kind: Kind) -> Tensor:
         return _nibbles(codes).flatten(-3)
     if width == 3:
         words = [x | (fourth >> bit & 1) << 3 for bit, x in enumerate((first, second, third))]
-        return torch.cat([_nibbles(torch.stack(words[:2], -2)).flatten(-3), _nibbles(words[2]).flatten(-2)], -1)
+        return torch.cat(
+            [_nibbles(torch.stack(words[:2], -2)).flatten(-3), _nibbles(words[2]).flatten(-2)], -1
+        )
     if width == 2:
         return _nibbles(torch.stack([first | second << 2, third | fourth << 2], -2)).flatten(-3)
     return _nibbles(first | second << 1 | third << 2 | fourth << 3).flatten(-2)

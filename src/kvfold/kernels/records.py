@@ -81,11 +81,15 @@ def book(levels: Mapping[int, Sequence[int]], group: int = 0) -> Tensor:
     result = torch.zeros(BOOK, dtype=torch.uint8)
     for width, own in levels.items():
         if width not in _PLACES or len(own) != 2**width or not all(-128 <= level <= 127 for level in own):
-            raise ValueError(f"2 ** width levels from -128 to 127 are wanted, got {list(own)} for width {width}")
+            raise ValueError(
+                f"2 ** width levels from -128 to 127 are wanted, got {list(own)} for width {width}"
+            )
         stored = list(own)
         if width == 4:
             if max(own[:8]) >= 0 or min(own[8:]) < -1 or max(own) > 126:
-                raise ValueError(f"16 levels must be eight below 0, then eight from -1 to 126, got {list(own)}")
+                raise ValueError(
+                    f"16 levels must be eight below 0, then eight from -1 to 126, got {list(own)}"
+                )
             stored[8:] = [level + 1 for level in own[8:]]  # see `levels` in records.cu
         result[_PLACES[width]] = torch.tensor(stored, dtype=torch.int8).view(torch.uint8)
     result[30] = group
@@ -304,6 +308,7 @@ def attend_plain(query: Tensor, records: Records, scaling: float, bias: Tensor |
     group = heads // records.kv_heads
     grouped = query.view(rows * records.kv_heads, group, dim)
     outputs, lses, begin = [], [], 0
+    slots: list[int]
     for index, (own, q) in enumerate(zip(records.runs, grouped, strict=True)):
         row, head = divmod(index, records.kv_heads)
         books = records.books[row, head]
