@@ -30,6 +30,7 @@ from kvfold.methods.dbtrimkv import DBTrimKV
 from kvfold.methods.full import Full
 from kvfold.methods.rdkv import RDKV
 from kvfold.methods.rdkv_published import PublishedRDKV
+from kvfold.methods.xkv import XKV
 
 METHODS: dict[str, type[Method]] = {
     cls.name: cls
@@ -56,6 +57,7 @@ METHODS: dict[str, type[Method]] = {
         TOVA,
         TurboQuant,
         Uniform,
+        XKV,
     )
 }
 """Every method by its command-line name."""
@@ -86,6 +88,7 @@ __all__ = [
     "RDKV",
     "RKV",
     "TOVA",
+    "XKV",
     "AdaKV",
     "AttentionMatching",
     "BlockGTQ",

@@ -141,9 +141,10 @@ class Method(ABC):
         Name on the command line and in saved caches.
     paper : str
         Where it comes from.
-    granularity : "layer" or "model"
-        "layer": folded as soon as a layer's attention has run. "model": needs every layer first, so that the
-        peak is the full cache. A property where an option decides.
+    granularity : "layer", "window" or "model"
+        "layer": folded as soon as a layer's attention has run. "window": several layers at once, as `complete` says, so
+        that the peak is theirs. "model": needs every layer first, so that the peak is the full cache. A property where
+        an option decides.
     budgets : tuple of str
         Options of which each is a budget, so that only one is given; a method may lack some.
     """
@@ -153,9 +154,13 @@ class Method(ABC):
     budgets: ClassVar[tuple[str, ...]] = ("keep", "bits_per_element", "tokens")
 
     @property
-    def granularity(self) -> Literal["layer", "model"]:
+    def granularity(self) -> Literal["layer", "window", "model"]:
         """How many layers `fold` must see at once."""
         return "layer"
+
+    def complete(self, number: int, layers: int) -> bool:
+        """Whether `fold` is due once the layer of that number, of all `layers` that fold, has been seen."""
+        return self.granularity == "layer" or number == layers - 1
 
     @property
     def needs(self) -> Needs:
@@ -200,7 +205,7 @@ class Method(ABC):
 
     @abstractmethod
     def fold(self, views: Sequence[LayerView]) -> list[Store]:
-        """Fold one segment: one view for granularity "layer", every layer's for "model"."""
+        """Fold one segment: one view for granularity "layer", a window's for "window", every layer's for "model"."""
 
     def to_dict(self) -> dict[str, Any]:
         """Name and hyper-parameters as plain data."""

@@ -5,6 +5,7 @@ from kvfold.stores.base import Store, store_from_state
 from kvfold.stores.coded import CodedStore
 from kvfold.stores.dense import DenseStore
 from kvfold.stores.graded import GradedStore
+from kvfold.stores.lowrank import LowRankStore
 from kvfold.stores.merged import MergedStore
 from kvfold.stores.rotated import RotatedStore
 from kvfold.stores.shadow import ShadowStore
@@ -16,6 +17,7 @@ __all__ = [
     "CodedStore",
     "DenseStore",
     "GradedStore",
+    "LowRankStore",
     "MergedStore",
     "RotatedStore",
     "ShadowStore",

@@ -49,7 +49,7 @@ class ShadowLayout:
     turned: bool
 
 
-class _OfRow(dict[str, str]):
+class OfRow(dict[str, str]):
     """Purposes by tensor name without the row that it ends with."""
 
     def __missing__(self, name: str) -> str:
@@ -81,7 +81,7 @@ class ShadowStore(Store):
     """
 
     kind = "shadow"
-    purposes = _OfRow(
+    purposes = OfRow(
         factors="token factors",
         basis="bases",
         landmarks="landmarks",

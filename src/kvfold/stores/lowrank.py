@@ -1,0 +1,512 @@
+"""Keys before RoPE and values as factors: one row a token, which the layers of a window share, times each layer's basis."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from kvfold.codecs.rotated import RotatedCode
+from kvfold.kernels.reference import Part, attend, merge, soft_cap, softmax_part
+from kvfold.stores.base import AttendContext, Kept, Rotary, Store
+from kvfold.stores.shadow import OfRow
+from kvfold.stores.tokenwise import attend_rows, rotary_for
+
+PARTS = ("key", "value")
+
+
+@dataclass(frozen=True)
+class Factor:
+    """How one row's keys or values of a window are factored.
+
+    Attributes
+    ----------
+    groups : tuple of (width, components)
+        Width 16: not coded. Otherwise the token factors are `RotatedCode(groups, norms="group")`, and the basis is that of
+        the rotated components.
+    basis_bits : 8 or 16
+    lost : float
+        Share of the (weighted) squared norm that lies outside the basis, over the prompt that it was made for.
+    """
+
+    groups: tuple[tuple[int, int], ...]
+    basis_bits: int
+    lost: float
+
+    @property
+    def rank(self) -> int:
+        """Components."""
+        return sum(count for _, count in self.groups)
+
+    @property
+    def code(self) -> RotatedCode | None:
+        """Of token factors; None if they are 16-bit."""
+        return None if self.groups[0][0] == 16 else RotatedCode(self.groups, norms="group")
+
+
+@dataclass(frozen=True)
+class LowRankRow:
+    """What is not a tensor, for one row.
+
+    Attributes
+    ----------
+    first : int
+        Logical index of the first real token.
+    shift : int
+        RoPE position minus logical index.
+    sinks, newest : int
+        First and last real tokens kept exact. Those between them are in factors.
+    layers : int
+        Layers that share the factors.
+    key, value : Factor
+    """
+
+    first: int
+    shift: int
+    sinks: int
+    newest: int
+    layers: int
+    key: Factor
+    value: Factor
+
+
+@dataclass(frozen=True)
+class LowRankLayout:
+    """What is not a tensor.
+
+    Attributes
+    ----------
+    tokens : int
+        Logical length; a crop leaves the buffers as they are and hides what lies beyond.
+    real_tokens : tuple of int
+    kv_heads, key_dim, value_dim : int
+    turned : bool
+        Factors are of keys before RoPE.
+    rows : tuple of LowRankRow
+    chunk : int
+        Tokens that share a landmark; 0: none has.
+    selected : int
+        Chunks that a query reads beside outliers and exact tokens.
+    choice : "head", "layer" or "window"
+        Who chooses chunks together: the queries of one KV head, of the layer, or the window's first layer for all.
+    """
+
+    tokens: int
+    real_tokens: tuple[int, ...]
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    turned: bool
+    rows: tuple[LowRankRow, ...]
+    chunk: int = 0
+    selected: int = 0
+    choice: Literal["head", "layer", "window"] = "window"
+
+
+class LowRankStore(Store):
+    """One layer's part of a factorised window.
+
+    Attention rebuilds keys a tile of tokens at a time, turns them to their positions and forgets them; values are never
+    rebuilt: weights times token factors is a short vector, which meets the basis once a call. With `chunk`, a query
+    reads only the chunks that its product with their mean key recommends.
+
+    Parameters
+    ----------
+    layout : LowRankLayout
+    buffers : mapping of str to Tensor
+        For each row r, with n tokens in factors: "key_factors.r" and "value_factors.r" (n, bytes) uint8 with "key_norms.r"
+        and "value_norms.r" (n, groups), or (n, rank) in 16 bits; "key_basis.r" and "value_basis.r" (kv_heads, rank, dim)
+        in 16 bits, or 8-bit codes (kv_heads, rank, bytes) with "key_scales.r" and "value_scales.r" (kv_heads, rank, 1);
+        "exact_keys.r" and "exact_values.r" (kv_heads, sinks + newest + tokens of outliers, dim). With `chunk` also
+        "outliers.r" (kv_heads, outliers) and, where this layer chooses, "landmarks.r" (kv_heads, chunks, bytes) with
+        "landmark_scales.r".
+
+    Raises
+    ------
+    ValueError
+        Buffers and layout disagree.
+
+    References
+    ----------
+    xKV (arXiv 2503.18893).
+    """
+
+    kind = "lowrank"
+    purposes = OfRow(
+        key_factors="token factors",
+        value_factors="token factors",
+        key_norms="norms",
+        value_norms="norms",
+        key_basis="bases",
+        value_basis="bases",
+        key_scales="scales",
+        value_scales="scales",
+        exact_keys="fp16 rows",
+        exact_values="fp16 rows",
+        landmarks="landmarks",
+        landmark_scales="landmarks",
+        outliers="positions",
+    )
+    tile = 2048
+    """Tokens rebuilt at a time."""
+
+    def __init__(self, layout: LowRankLayout, buffers: Mapping[str, Tensor]):
+        self.layout, self.buffers = layout, dict(buffers)
+        self.tokens, self.real_tokens = layout.tokens, layout.real_tokens
+        self.kv_heads, self.key_dim, self.value_dim = layout.kv_heads, layout.key_dim, layout.value_dim
+        self._rows: list[dict[str, Tensor]] = [{} for _ in layout.rows]
+        for name, tensor in self.buffers.items():
+            stem, _, number = name.rpartition(".")
+            self._rows[int(number)][stem] = tensor
+        for index, (row, parts) in enumerate(zip(layout.rows, self._rows, strict=True)):
+            self._check(index, row, parts)
+
+    def _check(self, number: int, row: LowRankRow, parts: Mapping[str, Tensor]) -> None:
+        counts = {len(parts[f"{part}_factors"]) for part in PARTS}
+        counts |= {len(parts[f"{part}_norms"]) for part in PARTS if f"{part}_norms" in parts}
+        if len(counts) != 1:
+            raise ValueError(f"row {number}: factors and norms disagree on the tokens")
+        exact = (
+            row.sinks
+            + row.newest
+            + (parts["outliers"].shape[1] * self.layout.chunk if self.layout.chunk else 0)
+        )
+        for part in PARTS:
+            factor: Factor = getattr(row, part)
+            width = factor.rank if factor.code is None else factor.code.nbytes
+            shapes = parts[f"{part}_factors"].shape[1:], parts[f"{part}_basis"].shape[:2]
+            if shapes != ((width,), (self.kv_heads, factor.rank)):
+                raise ValueError(f"row {number}: {part} factors and basis do not fit the layout's rank")
+            if parts[f"exact_{part}s"].shape[1] != exact:
+                raise ValueError(f"row {number}: exact_{part}s are not those of {exact} tokens")
+
+    # ---- encoding ----
+
+    @staticmethod
+    def encode_factors(name: str, factors: Tensor, factor: Factor, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Token factors (n, rank) as buffers, the same for every layer of a window; name is "key" or "value"."""
+        code = factor.code
+        if code is None:
+            return {f"{name}_factors": narrow(factors, dtype)}
+        codes, norms = code.encode(factors)
+        return {f"{name}_factors": codes, f"{name}_norms": norms}
+
+    @staticmethod
+    def encode_basis(name: str, basis: Tensor, factor: Factor, dtype: torch.dtype) -> dict[str, Tensor]:
+        """A layer's basis (kv_heads, rank, dim) as buffers."""
+        if factor.code is not None:
+            basis = factor.code.rotate(basis.transpose(1, 2)).transpose(1, 2)
+        if factor.basis_bits == 16:
+            return {f"{name}_basis": narrow(basis, dtype)}
+        codes, scales = vector_code(basis.shape[-1]).encode(basis)
+        return {f"{name}_basis": codes, f"{name}_scales": scales}
+
+    @staticmethod
+    def encode_landmarks(marks: Tensor) -> dict[str, Tensor]:
+        """Mean keys (kv_heads, chunks, key_dim) after RoPE as buffers."""
+        codes, scales = vector_code(marks.shape[-1]).encode(marks)
+        return {"landmarks": codes, "landmark_scales": scales}
+
+    # ---- parts of a row ----
+
+    def factors(self, row: int, name: str, index: slice | Tensor = slice(None)) -> Tensor:
+        """Coordinates (n, rank) float32 of tokens, counted from the first one in factors; name is "key" or "value"."""
+        code = getattr(self.layout.rows[row], name).code
+        parts = self._rows[row]
+        stored = parts[f"{name}_factors"][index]
+        if code is None:
+            return stored.float()
+        coordinates: Tensor = code.decode(stored, parts[f"{name}_norms"][index])
+        return coordinates
+
+    def basis(self, row: int, name: str) -> Tensor:
+        """Basis (kv_heads, rank, dim) float32 that those coordinates are of."""
+        parts = self._rows[row]
+        stored = parts[f"{name}_basis"]
+        if f"{name}_scales" not in parts:
+            return stored.float()
+        code = vector_code(self.key_dim if name == "key" else self.value_dim)
+        return code.rotate_back(code.decode(stored, parts[f"{name}_scales"]))
+
+    def shared(self, row: int) -> tuple[Tensor, Tensor]:
+        """The tensors by which layers of one window are known: they have the same ones."""
+        return self._rows[row]["key_factors"], self._rows[row]["value_factors"]
+
+    def row(self, row: int) -> dict[str, Tensor]:
+        """A row's buffers, named without it."""
+        return dict(self._rows[row])
+
+    def coded(self, row: int) -> tuple[int, int]:
+        """First logical index in factors, and how many tokens are."""
+        return self.layout.rows[row].first + self.layout.rows[row].sinks, len(self._rows[row]["key_factors"])
+
+    def _keys(self, row: int, basis: Tensor, index: Tensor, rotary: Rotary | None) -> Tensor:
+        """Keys (heads, n, key_dim) of some tokens in factors, turned to their positions."""
+        keys = self.factors(row, "key", index) @ basis
+        rotary = rotary_for(self.layout.turned, rotary)
+        if rotary is None or not len(index):
+            return keys
+        return rotary.rotate(keys, index + self.coded(row)[0] + self.layout.rows[row].shift)
+
+    def _near(self, row: int) -> Tensor:
+        """Logical indices (kv_heads | 1, exact) of exact tokens."""
+        start, count = self.coded(row)
+        one = self.layout.rows[row]
+        device = self._rows[row]["exact_keys"].device
+        near = torch.cat(
+            [
+                torch.arange(one.first, start, device=device),
+                torch.arange(start + count, start + count + one.newest, device=device),
+            ]
+        )[None]
+        if not self.layout.chunk:
+            return near
+        outliers = start + self._tokens_of(self._rows[row]["outliers"])
+        return torch.cat([near.expand(self.kv_heads, -1), outliers], 1)
+
+    def _tokens_of(self, chunks: Tensor) -> Tensor:
+        """Tokens (..., chunks * chunk) of chunks (..., chunks), counted from the first one in factors."""
+        inner = torch.arange(self.layout.chunk, device=chunks.device)
+        return (chunks.long()[..., None] * self.layout.chunk + inner).flatten(-2)
+
+    def _hidden(self, row: int, index: Tensor, heads: slice) -> Tensor | None:
+        """Which tokens in factors are cropped or outliers, (heads | 1, 1, 1, n) bool, or None."""
+        start, count = self.coded(row)
+        hidden = None
+        if start + count > self.tokens:
+            hidden = (index + start >= self.tokens)[None]
+        if self.layout.chunk and self._rows[row]["outliers"].numel():
+            exact = torch.zeros(self.kv_heads, count, dtype=torch.bool, device=index.device)
+            exact.scatter_(1, self._tokens_of(self._rows[row]["outliers"]), True)
+            exact = exact[heads][:, index]
+            hidden = exact if hidden is None else hidden | exact
+        return None if hidden is None else hidden[:, None, None]
+
+    # ---- attention ----
+
+    def attend(self, query: Tensor, rows: Tensor | None, context: AttendContext) -> Part:
+        return attend_rows(query, rows, lambda row, q: self._attend_row(row, q, context))
+
+    def _attend_row(self, row: int, query: Tensor, context: AttendContext) -> Part:
+        heads, count, dim = query.shape
+        limit = max(1, (1 << 24) // max(heads * min(self.tile, self.tokens), 1))
+        outputs, lses = [], []
+        for start in range(0, count, limit):
+            part = query[:, start : start + limit]
+            if context.expand is not None:
+                output, lse = self._attend_latent(row, part, context)
+            else:
+                grouped = part.reshape(self.kv_heads, -1, part.shape[1], dim) * context.scaling
+                output, lse = (x.flatten(0, 1) for x in self._attend_some(row, grouped, context))
+            outputs.append(output)
+            lses.append(lse)
+        return torch.cat(outputs, 1), torch.cat(lses, 1)
+
+    def _attend_some(self, row: int, query: Tensor, context: AttendContext) -> Part:
+        """Attention of scaled queries (kv_heads, group, n, key_dim) over what they choose, or all."""
+        key_basis, value_basis = (self.basis(row, part) for part in PARTS)
+        chosen = self._choose(row, query, context) if self.layout.selected else None
+        if chosen is None:
+            far = self._far(row, query, key_basis, context, slice(None), None)
+        else:
+            step = self.kv_heads if len(chosen) == 1 else 1
+            groups = [slice(start, start + step) for start in range(0, self.kv_heads, step)]
+            found = [
+                self._far(row, query[heads], key_basis[heads], context, heads, wanted)
+                for heads, wanted in zip(groups, chosen, strict=True)
+            ]
+            far = torch.cat([part[0] for part in found]), torch.cat([part[1] for part in found])
+        far = far[0] @ value_basis[:, None], far[1]
+        parts = self._rows[row]
+        scores = soft_cap(
+            query @ parts["exact_keys"].float()[:, None].transpose(-1, -2), context.softcap
+        ).masked_fill((self._near(row) >= self.tokens)[:, None, None], -torch.inf)
+        return merge([far, softmax_part(scores, parts["exact_values"].float()[:, None])])
+
+    def _far(
+        self,
+        row: int,
+        query: Tensor,
+        basis: Tensor,
+        context: AttendContext,
+        heads: slice,
+        wanted: Tensor | None,
+    ) -> Part:
+        """Attention over tokens in factors; the output (heads, group, n, rank) is in coordinates of the value basis.
+
+        wanted (n, chunks) bool: what each query reads.
+        """
+        found = []
+        for index in self._tiles(row, wanted):
+            keys = self._keys(row, basis, index, context.rotary)
+            scores = soft_cap(query @ keys[:, None].transpose(-1, -2), context.softcap)
+            hidden = self._hidden(row, index, heads)
+            if wanted is not None:
+                unread = ~wanted[:, index // self.layout.chunk]
+                hidden = unread if hidden is None else hidden | unread
+            if hidden is not None:
+                scores = scores.masked_fill(hidden, -torch.inf)
+            found.append(softmax_part(scores, self.factors(row, "value", index)))
+        return merge(found)
+
+    def _tiles(self, row: int, wanted: Tensor | None) -> Iterator[Tensor]:
+        """Tokens in factors, some at a time: all, or those in a chunk that any query wants."""
+        parts = self._rows[row]
+        index = torch.arange(len(parts["key_factors"]), device=parts["key_factors"].device)
+        if wanted is not None:
+            index = self._tokens_of(wanted.any(0).nonzero().flatten())
+        yield from index.split(self.tile) if len(index) else (index,)
+
+    # ---- selection ----
+
+    def _choose(self, row: int, query: Tensor, context: AttendContext) -> Tensor | None:
+        """Chunks that each query (kv_heads, group, n, key_dim) reads: (kv_heads or 1, n, chunks) bool; None for all."""
+        _, count = self.coded(row)
+        if self.layout.selected * self.layout.chunk >= count:
+            return None
+        if self.layout.choice == "window" and context.rotary is not None:
+            # Layers of a window know each other by the factors that they share.
+            name = ("chunks", self._rows[row]["key_factors"].data_ptr(), row, query.shape[2])
+            return context.rotary.shared(name, lambda: self._own_choice(row, query))
+        return self._own_choice(row, query)
+
+    def _own_choice(self, row: int, query: Tensor) -> Tensor | None:
+        parts = self._rows[row]
+        if "landmarks" not in parts:
+            return None
+        code = vector_code(self.key_dim)
+        marks = code.decode(parts["landmarks"], parts["landmark_scales"])
+        scores = code.rotate(query) @ marks[:, None].transpose(-1, -2)
+        outliers = torch.zeros(marks.shape[:2], dtype=torch.bool, device=marks.device)
+        outliers.scatter_(1, parts["outliers"].long(), True)
+        share = scores.masked_fill(outliers[:, None, None], -torch.inf).softmax(-1).amax(1)
+        if self.layout.choice != "head":
+            share = share.amax(0, keepdim=True)
+        best = share.topk(min(self.layout.selected, share.shape[-1])).indices
+        return torch.zeros_like(share, dtype=torch.bool).scatter_(-1, best, True)
+
+    # ---- latent attention ----
+
+    def _attend_latent(self, row: int, query: Tensor, context: AttendContext) -> Part:
+        """Latent attention of query (heads, n, query_dim) with the basis expanded to heads, never the tokens.
+
+        What expands latents and rotary parts is linear: a basis row expanded is a row of the heads' basis.
+        """
+        assert context.expand is not None
+        parts = self._rows[row]
+        key_basis, value_basis = (self.basis(row, part) for part in PARTS)
+        unit = torch.eye(self.key_dim, device=query.device)[None]
+        latents, its_values = context.expand(
+            value_basis.new_zeros(1, 1, value_basis.shape[1], self.key_dim), value_basis[None]
+        )
+        turned, _ = context.expand(unit[None], value_basis.new_zeros(1, 1, self.key_dim, self.value_dim))
+        query = query * context.scaling
+        by_latent, by_rotary = (query @ x[0].float().transpose(1, 2) for x in (latents, turned))
+        found = []
+        for index in self._tiles(row, None):
+            factors = self.factors(row, "value", index)
+            keys = self._keys(row, key_basis, index, context.rotary)
+            scores = soft_cap(by_latent @ factors.t() + by_rotary @ keys.transpose(1, 2), context.softcap)
+            hidden = self._hidden(row, index, slice(None))
+            if hidden is not None:
+                scores = scores.masked_fill(hidden[0], -torch.inf)
+            found.append(softmax_part(scores, factors))
+        output, lse = merge(found)
+        far = output @ its_values[0].float(), lse
+        if not parts["exact_keys"].shape[1]:
+            return far
+        keys, values = context.expand(parts["exact_keys"][None], parts["exact_values"][None])
+        visible = (self._near(row) < self.tokens)[None, None]
+        near = attend(
+            query[None], keys, values, 1.0, visible.expand(-1, -1, query.shape[1], -1), context.softcap
+        )
+        return merge([far, (near[0][0], near[1][0])])
+
+    # ---- content ----
+
+    def kept(self, row: int, head: int, rotary: Rotary | None = None) -> Kept:
+        """All tokens, of which `attend` may read some."""
+        parts, one = self._rows[row], self.layout.rows[row]
+        _, count = self.coded(row)
+        index = torch.arange(count, device=parts["key_factors"].device)
+        keys = self._keys(row, self.basis(row, "key")[head : head + 1], index, rotary)[0]
+        values = self.factors(row, "value") @ self.basis(row, "value")[head]
+        near = self._near(row)
+        near = (near[head] if len(near) > 1 else near[0]) - one.first
+        both = []
+        for coded, exact in ((keys, parts["exact_keys"]), (values, parts["exact_values"])):
+            states = coded.new_zeros(one.sinks + count + one.newest, coded.shape[-1])
+            states[one.sinks : one.sinks + count] = coded
+            states[near] = exact[head].float()
+            both.append(states)
+        positions = torch.arange(len(both[0]), device=index.device) + one.first
+        alive = positions < self.tokens
+        return Kept(positions[alive], both[0][alive], both[1][alive])
+
+    def widths(self) -> list[dict[str, dict[int, int]]]:
+        """Components are those of all heads of the window: each head counts its share of them."""
+        keys: dict[int, int] = {}
+        values: dict[int, int] = {}
+        for row, real in zip(self.layout.rows, self.real_tokens, strict=True):
+            sharing = row.layers * self.kv_heads
+            for width, count in row.key.groups:
+                keys[width] = keys.get(width, 0) + round(count / sharing)
+            keys[0] = keys.get(0, 0) + max(self.key_dim - round(row.key.rank / sharing), 0)
+            bits = sum(width * count for width, count in row.value.groups) / (sharing * self.value_dim)
+            coded = min(max(real - row.sinks - row.newest, 0), real)
+            for width, count in ((max(round(bits), 1), coded), (16, real - coded)):
+                values[width] = values.get(width, 0) + count
+        keys, values = ({w: n for w, n in counts.items() if n} for counts in (keys, values))
+        return [{"values": dict(values), "keys": dict(keys)} for _ in range(self.kv_heads)]
+
+    def crop(self, tokens: int) -> LowRankStore:
+        gone = self.tokens - tokens
+        real = tuple(max(count - gone, 0) for count in self.real_tokens)
+        return LowRankStore(replace(self.layout, tokens=tokens, real_tokens=real), self.buffers)
+
+    def select(self, rows: Tensor) -> LowRankStore:
+        chosen = rows.tolist()
+        layout = replace(
+            self.layout,
+            real_tokens=tuple(self.real_tokens[row] for row in chosen),
+            rows=tuple(self.layout.rows[row] for row in chosen),
+        )
+        buffers = {
+            f"{stem}.{new}": tensor if chosen.index(row) == new else tensor.clone()
+            for new, row in enumerate(chosen)
+            for stem, tensor in self._rows[row].items()
+        }
+        return LowRankStore(layout, buffers)
+
+    # ---- state ----
+
+    def tensors(self) -> dict[str, Tensor]:
+        return dict(self.buffers)
+
+    def meta(self) -> dict[str, Any]:
+        return asdict(self.layout)
+
+    @classmethod
+    def from_state(cls, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> LowRankStore:
+        def factor(saved: Mapping[str, Any]) -> Factor:
+            return Factor(**{**saved, "groups": tuple((width, count) for width, count in saved["groups"])})
+
+        rows = tuple(
+            LowRankRow(**{**row, **{part: factor(row[part]) for part in PARTS}}) for row in meta["rows"]
+        )
+        fields = {**meta, "rows": rows, "real_tokens": tuple(meta["real_tokens"])}
+        return cls(LowRankLayout(**fields), tensors)
+
+
+def vector_code(dim: int) -> RotatedCode:
+    """The code of basis rows and landmarks: 8 bits, and a norm for each."""
+    return RotatedCode(((8, dim),))
+
+
+def narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A 16-bit copy, in bfloat16 where the wanted dtype is too narrow."""
+    beyond = bool((x.abs() > torch.finfo(dtype).max).any())
+    return x.to(torch.bfloat16 if beyond else dtype).contiguous().clone()
