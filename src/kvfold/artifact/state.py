@@ -351,7 +351,7 @@ def _rebuild(
                 _restore_folded(layer, state, tensors, device)
                 if str(index) in manifest["model"]["weights"]:
                     layer.module, layer.identity = weakref.ref(modules[index]), identity_of(modules[index])
-                    layer._rotary(modules[index])  # in memory from now on, as it was
+                    layer.rotary_of(modules[index])  # in memory from now on, as it was
             else:
                 _restore_stock(layer, state, tensors, device)
         if cache.get_seq_length() != manifest["tokens"]:
