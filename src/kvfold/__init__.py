@@ -19,6 +19,7 @@ _EXPORTS = {
     "Full": "kvfold.methods",
     "RDKV": "kvfold.methods",
     "BlockGTQ": "kvfold.methods",
+    "DBTrimKV": "kvfold.methods",
     "PublishedRDKV": "kvfold.methods",
     "SnapKV": "kvfold.methods",
     "KIVI": "kvfold.methods",
@@ -32,6 +33,7 @@ __all__ = [
     "METHODS",
     "RDKV",
     "BlockGTQ",
+    "DBTrimKV",
     "FoldedCache",
     "Full",
     "Ledger",
@@ -58,6 +60,7 @@ if TYPE_CHECKING:
     from kvfold.methods import METHODS as METHODS
     from kvfold.methods import RDKV as RDKV
     from kvfold.methods import BlockGTQ as BlockGTQ
+    from kvfold.methods import DBTrimKV as DBTrimKV
     from kvfold.methods import Full as Full
     from kvfold.methods import PublishedRDKV as PublishedRDKV
     from kvfold.methods import SnapKV as SnapKV

@@ -583,3 +583,20 @@ def test_budgets_that_are_too_small(options, message, gates_file):
 def test_bad_options(options):
     with pytest.raises(ValueError):
         DBTrimKV(**options)
+
+
+def test_one_prefill_for_several_gates(gates_file):
+    """As `kvfold eval` folds: each method sees its own gates, and one without gates none."""
+    from kvfold import SnapKV
+    from kvfold.evaluate.prefill import Prefill
+
+    model, ids = tiny_model("llama"), prompt(60)
+    methods = [DBTrimKV(tokens=10, gates=gates_file(model, tie=tie)) for tie in ("all", "none")]
+    prefill = Prefill(model, ids, [SnapKV(keep=0.5), *methods])
+    for method in methods:
+        assert kept_by(prefill.fold(method), 0) == kept_by(fold(model, ids, method), 0)
+    assert kept_by(prefill.fold(methods[0]), 0) != kept_by(prefill.fold(methods[1]), 0)
+    cache = prefill.fold(methods[1])
+    steps(model, cache, prompt(40, seed=1), None)
+    assert cache.folded_layers[0].tail == 8
+    assert prefill.fold(SnapKV(keep=0.5)).folded_layers[0].gates is None

@@ -12,7 +12,7 @@ from kvfold.api import check_calibration, prefill, token_hash
 from kvfold.hf.cache import FoldedCache
 from kvfold.hf.layer import FoldedLayer
 from kvfold.hf.support import CACHE_KEYWORD, check_supported
-from kvfold.methods.base import LayerView, Method, Needs
+from kvfold.methods.base import Gate, LayerView, Method, Needs
 from kvfold.methods.full import Full
 from kvfold.stores.base import Store
 
@@ -80,16 +80,19 @@ class Prefill:
             # Samples of different sizes are different queries: take them all, and give each method its own.
             sampled=self.tokens if len(sampled) > 1 else max(sampled, default=0),
             rotary=any(need.rotary for need in needs),
+            gates=tuple(dict.fromkeys(gate for need in needs for gate in need.gates)),
         )
         recorder = _Recorder(wants=wants)
         self._exact = FoldedCache(recorder, model.config, prompt_tokens=self.tokens)
+        self._exact.watch(model)
         self._exact.prompt_hash = token_hash(input_ids)
         self.logits = prefill(model, self._exact, input_ids, attention_mask)
-        self.views = recorder.views
+        self.views, self._gates = recorder.views, wants.gates
 
     def fold(self, method: Method) -> FoldedCache:
         """The prompt's cache as `kvfold.fold(model, input_ids, method)` makes it, without running the model."""
         cache = FoldedCache(method, self.model.config, prompt_tokens=self.tokens)
+        cache.watch(self.model)
         cache.prompt_hash = self._exact.prompt_hash
         layers = cache.folded_layers
         for index, source in enumerate(self._exact.fork().layers):
@@ -98,20 +101,21 @@ class Prefill:
                 layer.identity, layer.module = source.identity, source.module
             else:
                 cache.layers[index] = source
-        for layer, view in zip(layers, self.views, strict=True):
+        views = [_seen(view, method.needs, self._gates) for view in self.views]
+        for layer, view in zip(layers, views, strict=True):
             keys, values = (view.values, view.keys) if view.expand is not None else (view.keys, view.values)
             layer.lazy_initialization(keys, values)
-            layer.keys, layer.values = keys, values
+            layer.keys, layer.values, layer.gates = keys, values, view.gates
         real = max(self.views[0].real_tokens)
         if real <= method.shortest:
             cache.note(layers[0].layer_idx, self.tokens, real, folded=False, generated=False)
             return cache
-        for layer, view in zip(layers, self.views, strict=True):
-            cache.fold_layer(layer, _seen(view, method.needs))
+        for layer, view in zip(layers, views, strict=True):
+            cache.fold_layer(layer, view)
         return cache
 
 
-def _seen(view: LayerView, needs: Needs) -> LayerView:
+def _seen(view: LayerView, needs: Needs, gates: Sequence[Gate]) -> LayerView:
     """Of what was collected for every method, what a prefill for this one alone would have collected."""
     view = replace(
         view,
@@ -119,6 +123,9 @@ def _seen(view: LayerView, needs: Needs) -> LayerView:
         key_bias=view.key_bias if needs.rotary else None,
     )
     view.queries = view.queries[:, :, -needs.window :] if needs.window and view.queries is not None else None
+    if view.gates is not None:
+        own = [gates.index(gate) for gate in needs.gates]
+        view.gates = view.gates[..., own] if own else None
     if not needs.all_queries:
         view.mass = view.seen_by = None
     if not needs.sampled:

@@ -120,10 +120,8 @@ class RetentionGates(nn.Module):
         if self.config.tie == "all":
             logits = found.unflatten(-1, (self.config.kv_heads, -1)) @ self.weight + self.bias
         else:
-            weight, bias = self.weight, self.bias
-            if self.config.tie == "none":
-                place = self.config.layers.index(layer_idx)
-                weight, bias = weight[place], bias[place]
+            own = self.config.layers.index(layer_idx) if self.config.tie == "none" else ...
+            weight, bias = self.weight[own], self.bias[own]
             logits = nn.functional.linear(found, weight, bias)
         return nn.functional.logsigmoid(logits).transpose(1, 2)
 
