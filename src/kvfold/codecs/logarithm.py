@@ -23,7 +23,7 @@ def unit_of(norms: Tensor) -> Tensor:
     (rows, n) float32
         0 where all are 0.
     """
-    some = norms > 0
+    some = norms != 0  # those that are not finite too: they must not pass for a small number
     total = torch.where(some, norms.log2(), 0).sum(1)
     return torch.where(some.any(1), torch.exp2(total / some.sum(1).clamp_min(1)), 0)
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvfold.kernels.native import Native
+from kvfold.kernels.triton_rotated_table import alike, serves
 
 if TYPE_CHECKING:
     from kvfold.codecs.rotated import RotatedCode
@@ -80,9 +81,12 @@ def encode_heads(
     ValueError
         x holds NaN or infinity. On a GPU nothing waits to find out: the norms of such vectors are then not finite.
     """
-    alike = len({(code.norms, code.keep_norm, code.sketch) for code in codes}) == 1
-    if not alike or codes[0].sketch or x.dtype not in _KINDS or x.numel() == 0:
+    if not alike(codes) or x.dtype not in _KINDS or x.numel() == 0:
         return None
+    if serves(x.device, codes):
+        from kvfold.kernels import triton_rotated_encode
+
+        return triton_rotated_encode.encode(x, codes, shares, order)
     if x.device.type == "cpu" and x.shape[-1] <= MAX_DIM and not NATIVE.available():
         return _loop(x, codes, shares, order)
     return None

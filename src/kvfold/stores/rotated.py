@@ -15,6 +15,7 @@ from kvfold.codecs.rotated import RotatedCode, stored_norms
 from kvfold.kernels.position_bias import position_logits, turned_rows
 from kvfold.kernels.reference import Part, soft_cap, softmax_part
 from kvfold.kernels.rotated_encode import encode_heads
+from kvfold.kernels.triton_rotated_table import serves
 from kvfold.stores.base import AttendContext, Rotary
 from kvfold.stores.tokenwise import TokenwiseLayout, TokenwiseStore, rotary_for
 
@@ -170,16 +171,38 @@ class RotatedStore(TokenwiseStore):
 
     def _parts(self, row: int, query: Tensor, valid: Tensor | None, context: AttendContext) -> list[Part]:
         if not self.layout.sinks:
-            return super()._parts(row, query, valid, context)
+            return self._coded_parts(row, query, valid, context)
         first, stop = self._sinks(row)
         index = torch.arange(self.tokens, device=query.device)
         coded = (index < first) | (index >= stop)
-        parts = super()._parts(row, query, coded if valid is None else valid & coded, context)
+        parts = self._coded_parts(row, query, coded if valid is None else valid & coded, context)
         keys, values = (
             self.buffers[name][row, :, : stop - first].float() for name in ("key_sinks", "value_sinks")
         )
         values = torch.cat([code.rotate(values[heads]) for heads, code in _runs(self.layout.values)])
         return [*parts, softmax_part(soft_cap(query @ keys.transpose(1, 2), context.softcap), values)]
+
+    def _coded_parts(
+        self, row: int, query: Tensor, valid: Tensor | None, context: AttendContext
+    ) -> list[Part]:
+        keys, values = self.layout.keys, self.layout.values
+        if not all(serves(query.device, codes, query.shape[1]) for codes in (keys, values)):
+            return super()._parts(row, query, valid, context)
+        from kvfold.kernels import triton_rotated_decode
+
+        more = self.more_logits(row, query, context)
+        own = {name: tensor[row : row + 1] for name, tensor in self.buffers.items()}
+        if valid is not None:
+            own["valid"] = valid[None]
+        output, lse = triton_rotated_decode.attend(
+            self.query_to_basis(row, query)[None],
+            keys,
+            values,
+            own,
+            more=None if more is None else more[None],
+            softcap=context.softcap,
+        )
+        return [(output[0], lse[0])]
 
     def decode(self, row: int, span: slice, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
         coded = self.coded_keys(row, span)
