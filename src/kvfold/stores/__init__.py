@@ -7,6 +7,7 @@ from kvfold.stores.dense import DenseStore
 from kvfold.stores.graded import GradedStore
 from kvfold.stores.lowrank import LowRankStore
 from kvfold.stores.merged import MergedStore
+from kvfold.stores.recorded import RecordedStore
 from kvfold.stores.rotated import RotatedStore
 from kvfold.stores.shadow import ShadowStore
 from kvfold.stores.trizone import TriZoneStore
@@ -19,6 +20,7 @@ __all__ = [
     "GradedStore",
     "LowRankStore",
     "MergedStore",
+    "RecordedStore",
     "RotatedStore",
     "ShadowStore",
     "Store",
