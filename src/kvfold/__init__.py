@@ -21,6 +21,7 @@ _EXPORTS = {
     "BlockGTQ": "kvfold.methods",
     "DBTrimKV": "kvfold.methods",
     "PublishedRDKV": "kvfold.methods",
+    "XKV": "kvfold.methods",
     "SnapKV": "kvfold.methods",
     "KIVI": "kvfold.methods",
 }
@@ -32,6 +33,7 @@ __all__ = [
     "KIVI",
     "METHODS",
     "RDKV",
+    "XKV",
     "BlockGTQ",
     "DBTrimKV",
     "FoldedCache",
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
     from kvfold.methods import KIVI as KIVI
     from kvfold.methods import METHODS as METHODS
     from kvfold.methods import RDKV as RDKV
+    from kvfold.methods import XKV as XKV
     from kvfold.methods import BlockGTQ as BlockGTQ
     from kvfold.methods import DBTrimKV as DBTrimKV
     from kvfold.methods import Full as Full

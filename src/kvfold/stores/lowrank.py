@@ -418,7 +418,7 @@ class LowRankStore(Store):
         far = output @ its_values[0].float(), lse
         if not parts["exact_keys"].shape[1]:
             return far
-        keys, values = context.expand(parts["exact_keys"][None], parts["exact_values"][None])
+        keys, values = context.expand(parts["exact_keys"][None].float(), parts["exact_values"][None].float())
         visible = (self._near(row) < self.tokens)[None, None]
         near = attend(
             query[None], keys, values, 1.0, visible.expand(-1, -1, query.shape[1], -1), context.softcap

@@ -1,0 +1,258 @@
+"""xKV: windows, ranks, budgets, what errors cost, and later turns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from kvfold import fold
+from kvfold.errors import BudgetError, UnsupportedModelError
+from kvfold.ledger import storage_bytes
+from kvfold.methods import XKV
+from kvfold.methods.factorise import leading
+from tests.methods.baselines.views import view
+from tests.stores.checks import Turn
+from tests.tiny import prompt, tiny_model
+
+PUBLISHED = dict(widths=(16,), basis_bits=16, metric="plain", sinks=0, recent=0)
+
+
+def alike(layers=3, tokens=200, rank=6, noise=0.05, seed=0, mixed=False):
+    """Views whose layers are linear maps of the same few token features, or (mixed) of features of their own."""
+    generator = torch.Generator().manual_seed(seed)
+    features = torch.randn(tokens, rank, generator=generator)
+    views = []
+    for layer in range(layers):
+        own = torch.randn(tokens, rank, generator=generator) if mixed else features
+        one = view(tokens=tokens, seed=100 * seed + layer)
+        keys = own @ torch.randn(rank, 32, generator=generator)
+        values = own @ torch.randn(rank, 48, generator=generator)
+        keys = keys.view(tokens, 2, 16).transpose(0, 1) + noise * torch.randn(
+            2, tokens, 16, generator=generator
+        )
+        values = values.view(tokens, 2, 24).transpose(0, 1)
+        values = values + noise * torch.randn(2, tokens, 24, generator=generator)
+        views.append(replace(one, keys=Turn().rotate(keys, one.positions[0])[None], values=values[None]))
+    return views
+
+
+def relative_error(views, stores):
+    lost = total = 0.0
+    for one, store in zip(views, stores, strict=True):
+        for head in range(2):
+            kept = store.kept(0, head, Turn())
+            for found, exact in ((kept.keys, one.keys[0, head]), (kept.values, one.values[0, head])):
+                lost += float((found - exact).square().sum())
+                total += float(exact.square().sum())
+    return lost / total
+
+
+def nbytes(stores):
+    return storage_bytes(tensor for store in stores for tensor in store.tensors().values())
+
+
+def test_published_form_is_the_truncated_svd():
+    """Of pre-RoPE keys, and of values, of all layers side by side: by NumPy's singular values."""
+    views = [view(seed=seed) for seed in range(3)]
+    stores = XKV(key_rank=20, value_rank=30, **PUBLISHED).fold(views)
+    for part, rank in (("keys", 20), ("values", 30)):
+        states = [getattr(one, part)[0] for one in views]
+        if part == "keys":
+            states = [Turn().unrotate(x, one.positions[0]) for x, one in zip(states, views, strict=True)]
+        flat = torch.cat([x.transpose(0, 1).flatten(1) for x in states], 1).double().numpy()
+        u, s, v = np.linalg.svd(flat, full_matrices=False)
+        best = torch.tensor((u[:, :rank] * s[:rank]) @ v[:rank]).float().view(60, 3, 2, -1)
+        for layer, store in enumerate(stores):
+            for head in range(2):
+                expected = best[:, layer, head]
+                if part == "keys":
+                    expected = Turn().rotate(expected, views[layer].positions[0])
+                found = getattr(store.kept(0, head, Turn()), part)
+                assert torch.allclose(found, expected, atol=2e-2)
+    # One row of factors for three layers; each its basis.
+    expected = 2 * 60 * (20 + 30) + 3 * 2 * 2 * (20 * 16 + 30 * 24)
+    assert nbytes(stores) == expected
+
+
+@pytest.mark.parametrize("keep", [0.1, 0.25, 0.6])
+@pytest.mark.parametrize("basis_bits", [8, 16])
+def test_budgets_count_everything(keep, basis_bits):
+    views = alike()
+    stores = XKV(keep=keep, basis_bits=basis_bits).fold(views)
+    assert 0.75 * keep < nbytes(stores) / sum(store.full_bytes for store in stores) <= keep
+
+
+def test_shared_layers_lose_less_at_equal_bytes():
+    views = alike()
+    shared = XKV(keep=0.15, layers=3, split=False).fold(views)
+    alone = [store for one in views for store in XKV(keep=0.15).fold([one])]
+    assert nbytes(shared) <= nbytes(alone) * 1.05
+    assert relative_error(views, shared) < 0.5 * relative_error(views, alone)
+
+
+def test_layers_unlike_each_other_are_split():
+    views = alike(mixed=True)
+    split = XKV(keep=0.2).fold(views)
+    whole = XKV(keep=0.2, split=False).fold(views)
+    assert max(row.layers for store in split for row in store.layout.rows) < 3
+    assert {row.layers for store in whole for row in store.layout.rows} == {3}
+    assert relative_error(views, split) < relative_error(views, whole)
+    assert {row.layers for store in XKV(keep=0.2).fold(alike()) for row in store.layout.rows} == {3}
+
+
+def logit_error(views, stores):
+    """Of the prompt's own queries, mean square."""
+    total = 0.0
+    for one, store in zip(views, stores, strict=True):
+        for head in range(2):
+            kept = store.kept(0, head, Turn())
+            query = one.sampled[0, 2 * head : 2 * head + 2].flatten(0, 1)
+            total += float((query @ (kept.keys - one.keys[0, head]).t()).square().mean())
+    return total
+
+
+def test_the_metric_is_what_queries_meet():
+    """Queries in few directions: components that no query meets get nothing."""
+    views = [view(tokens=200, seed=seed) for seed in range(2)]
+    for one in views:
+        # Turned by slow planes only, so that a query meets the same directions from every position.
+        one.sampled[..., :8] *= 0.02
+    options = dict(keep=0.3, layers=2, flatten=0.0)
+    aware, plain = (XKV(metric=metric, **options).fold(views) for metric in ("queries", "plain"))
+    assert logit_error(views, aware) < 0.3 * logit_error(views, plain)
+
+
+def test_tokens_that_queries_want_lose_less():
+    views = [view(tokens=200, seed=seed) for seed in range(2)]
+    wanted = torch.zeros(200, dtype=torch.bool)
+    wanted[60:70] = True
+    for one in views:
+        # Every query, turned to where it will ask, looks for these tokens' keys.
+        target = Turn().unrotate(one.keys[0, :, 60:61], one.positions[0, 60:61]).repeat_interleave(2, 0)
+        one.keys[0, :, wanted] = Turn().rotate(
+            target[::2].expand(-1, 10, -1) + 0.1 * torch.randn(2, 10, 16), one.positions[0, wanted]
+        )
+        one.sampled = Turn().rotate(
+            target.expand(-1, len(one.sampled_index), -1), one.positions[0, one.sampled_index]
+        )[None]
+
+    def share(stores):
+        lost = torch.zeros(200)
+        for one, store in zip(views, stores, strict=True):
+            for head in range(2):
+                lost += (store.kept(0, head, Turn()).values - one.values[0, head]).square().sum(-1)
+        return float(lost[wanted].mean() / lost[4:-32].mean())
+
+    assert share(XKV(keep=0.2, flatten=1.0).fold(views)) < 0.6 * share(XKV(keep=0.2, flatten=0.0).fold(views))
+
+
+def test_subspace_iteration_finds_the_leading_eigenvectors():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(300, 80, generator=generator, dtype=torch.float64) * 0.9 ** torch.arange(80)
+    values, vectors = leading(x.t() @ x, 20)
+    expected = np.linalg.eigvalsh((x.t() @ x).numpy())[::-1][:20].copy()
+    assert torch.allclose(values, torch.tensor(expected), rtol=1e-2)
+    assert torch.allclose(vectors.t() @ vectors, torch.eye(20, dtype=torch.float64), atol=1e-8)
+    views = alike()
+    exact, fast = (relative_error(views, XKV(keep=0.2, solver=s).fold(views)) for s in ("eigh", "subspace"))
+    assert fast < 1.2 * exact
+
+
+def test_a_later_turn_is_put_on_the_basis_there_is():
+    views = alike(tokens=240)
+    halves = [
+        [replace(one, keys=one.keys[:, :, part], values=one.values[:, :, part], valid=one.valid[:, :, part],
+                 positions=one.positions[:, part], real_tokens=(120,),
+                 sampled=one.sampled[:, :, one.sampled_index < 120],
+                 sampled_index=one.sampled_index[one.sampled_index < 120]) for one in views]
+        for part in (slice(0, 120), slice(120, 240))
+    ]  # fmt: skip
+    method = XKV(keep=0.2)
+    first = method.fold(halves[0])
+    second = method.fold([replace(one, previous=(s, None)) for one, s in zip(halves[1], first, strict=True)])
+    for one, two in zip(first, second, strict=True):
+        assert one.buffers["key_basis.0"] is two.buffers["key_basis.0"]
+        assert one.buffers["key_factors.0"] is not two.buffers["key_factors.0"]
+    assert nbytes(second) / sum(store.full_bytes for store in second) <= 0.2
+    assert relative_error(halves[1], second) < 2 * relative_error(halves[0], first)
+
+
+def test_a_later_turn_unlike_the_first_gets_a_basis_of_its_own():
+    method = XKV(keep=0.2)
+    first = method.fold(alike())
+    fresh = alike(seed=5)
+    second = method.fold([replace(one, previous=(s, None)) for one, s in zip(fresh, first, strict=True)])
+    assert first[0].buffers["key_basis.0"] is not second[0].buffers["key_basis.0"]
+    assert relative_error(fresh, second) < 0.2
+
+
+def test_windows_of_a_model():
+    model = tiny_model("llama", num_hidden_layers=5)
+    cache = fold(model, prompt(120), XKV(keep=0.4, layers=2, split=False))
+    factors = [layer.segments[0].store.buffers["key_factors.0"] for layer in cache.folded_layers]
+    assert factors[0] is factors[1] and factors[2] is factors[3]
+    assert len({id(one) for one in factors}) == 3
+    assert cache.ledger().folded_ratio <= 0.4
+    cache = fold(model, prompt(120), XKV(keep=0.4, borders=(1, 4), split=False))
+    factors = [layer.segments[0].store.buffers["key_factors.0"] for layer in cache.folded_layers]
+    assert len({id(one) for one in factors}) == 3 and factors[1] is factors[2] is factors[3]
+
+
+def test_a_window_is_all_that_is_held():
+    """When a window is folded, the layers after it have not run and those before it are small."""
+
+    class Spy(XKV):
+        def fold(self, views):
+            seen.append([one.layer_idx for one in views])
+            return super().fold(views)
+
+    seen: list[list[int]] = []
+    fold(tiny_model("llama", num_hidden_layers=5), prompt(80), Spy(keep=0.4, layers=2))
+    assert seen == [[0, 1], [2, 3], [4]]
+
+
+def test_layers_of_other_shapes_do_not_share():
+    views = [view(seed=0), view(seed=1, value_dim=32), view(seed=2, value_dim=32)]
+    stores = XKV(keep=0.5, split=False).fold(views)
+    assert [store.layout.rows[0].layers for store in stores] == [1, 2, 2]
+
+
+def test_latent_attention_has_no_keys_to_choose_by():
+    with pytest.raises(UnsupportedModelError, match="sparse_budget"):
+        XKV(keep=0.5, sparse_budget=64).fold(
+            [view(kv_heads=1, expand=lambda rotary, latent: (rotary, latent))]
+        )
+
+
+def test_singular_states_and_few_tokens():
+    one = view(tokens=40)
+    flat = replace(one, keys=torch.zeros_like(one.keys), values=torch.ones_like(one.values))
+    (store,) = XKV(keep=0.5).fold([flat])
+    kept = store.kept(0, 0, Turn())
+    assert torch.allclose(kept.keys, flat.keys[0, 0], atol=1e-3)
+    assert torch.allclose(kept.values, flat.values[0, 0], atol=5e-2)
+    with pytest.raises(BudgetError, match="at least keep="):
+        fold(tiny_model("llama"), prompt(60), XKV(keep=0.02))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "give keep"),
+        (dict(keep=0.1, key_rank=8, value_rank=8), "give keep"),
+        (dict(key_rank=8, widths=(16,)), "both"),
+        (dict(key_rank=8, value_rank=8), "one width"),
+        (dict(key_rank=1, value_rank=8, widths=(16,)), "at least 2"),
+        (dict(keep=0.1, widths=(4, 16)), "16 alone"),
+        (dict(keep=0.1, layers=0), "layers"),
+        (dict(keep=0.1, borders=(4, 2)), "borders"),
+        (dict(keep=0.1, sparse_budget=8), "at least one chunk"),
+        (dict(keep=0.1, recent=-1), "negative"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        XKV(**options)
