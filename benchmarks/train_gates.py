@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from kvfold import make_method
+from kvfold import Method, fold, make_method
 from kvfold.cli.models import load_model
 from kvfold.evaluate.prefill import Prefill, continue_logits, kl_divergence
 from kvfold.evaluate.tasks.text import load as open_text
@@ -108,16 +108,22 @@ def held_out(
                 methods += [make_method(name, keep=keep) for name in RIVALS]
                 prefill = Prefill(model, passage, methods)
                 exact = continue_logits(model, prefill.fold(make_method("full")), following)
-                for method in methods:
-                    cache = prefill.fold(method)
+                caches = {_name(method): prefill.fold(method) for method in methods}
+                # What it costs that later chunks no longer see what went.
+                chunked = replace(ours, chunks=True)
+                caches["dbtrimkv:chunks"] = fold(model, passage, chunked, chunk_size=arguments.chunk)
+                for name, cache in caches.items():
                     ratio = cache.ledger().folded_ratio
                     logits = continue_logits(model, cache, following)
                     kl = float(kl_divergence(exact, logits).mean())
-                    name = method.name + (":head" if getattr(method, "scope", "") == "head" else "")
                     figures = {"tokens": budget, "ratio": ratio, "kl": kl}
                     found.append({**about, "way": "folded", "method": name, **figures})
                     print(json.dumps(found[-1]), flush=True)
     return found
+
+
+def _name(method: Method) -> str:
+    return method.name + (":head" if getattr(method, "scope", "") == "head" else "")
 
 
 def main() -> None:

@@ -125,8 +125,11 @@ def train_gates(
             f"{len(rows)} sequences of {tokens} tokens, attention by {trainer.backend}"
             + (f", going on after step {trainer.step}" if trainer.step else "")
         )
-    with _progress(steps, quiet=json_ or not first) as advance:
-        gates = trainer.train(advance)
+    if first:
+        with _progress(steps, quiet=json_) as advance:
+            gates = trainer.train(advance)
+    else:
+        gates = trainer.train()
     if not first:
         return
     gates.facts["model"] = absolute(model) if Path(model).expanduser().is_dir() else model

@@ -180,7 +180,7 @@ class DBTrimKV(Method):
         """Which tokens are kept, (n,) bool over all pools."""
         first = pools[0]
         device, rows, seen = first.positions.device, len(first.real_tokens), first.tokens
-        position = torch.cat([pool.positions for pool in pools])
+        position = torch.cat([pool.positions.to(device) for pool in pools])
         log_beta = torch.cat([pool.log_beta.to(device) for pool in pools])
         slots = rows * first.kv_heads
         head = torch.cat([pool.slots.to(device) + index * slots for index, pool in enumerate(pools)])
