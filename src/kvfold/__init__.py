@@ -11,6 +11,9 @@ _EXPORTS = {
     "fold": "kvfold.api",
     "attach": "kvfold.api",
     "load": "kvfold.api",
+    "generate": "kvfold.engine",
+    "stream": "kvfold.engine",
+    "Engine": "kvfold.engine",
     "FoldedCache": "kvfold.hf.cache",
     "Ledger": "kvfold.ledger",
     "Method": "kvfold.methods.base",
@@ -36,6 +39,7 @@ __all__ = [
     "XKV",
     "BlockGTQ",
     "DBTrimKV",
+    "Engine",
     "FoldedCache",
     "Full",
     "Ledger",
@@ -46,8 +50,10 @@ __all__ = [
     "attach",
     "evaluate",
     "fold",
+    "generate",
     "load",
     "make_method",
+    "stream",
 ]
 
 if TYPE_CHECKING:
@@ -56,6 +62,9 @@ if TYPE_CHECKING:
     from kvfold.api import attach as attach
     from kvfold.api import fold as fold
     from kvfold.api import load as load
+    from kvfold.engine import Engine as Engine
+    from kvfold.engine import generate as generate
+    from kvfold.engine import stream as stream
     from kvfold.hf.cache import FoldedCache as FoldedCache
     from kvfold.ledger import Ledger as Ledger
     from kvfold.methods import KIVI as KIVI

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 
 import pytest
 import torch
+from torch.nn.functional import gelu, linear, silu
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
@@ -412,22 +414,53 @@ def test_nothing_is_reserved_afterwards():
 # ---- fused small operations ----
 
 
-def test_fusing_puts_everything_back():
-    from kvfold.engine.fuse import fused, small_modules
-
-    model = tiny_model("qwen3")
-    attention = {type(model.model.layers[0].self_attn)}
-    names = {type(module).__name__ for module in small_modules(model, attention)}
-    assert names == {"Qwen3RMSNorm", "Qwen3MLP"}
+def test_fusing_puts_everything_back(monkeypatch):
     import transformers.models.qwen3.modeling_qwen3 as file
 
+    from kvfold.engine import fuse
+
+    model = tiny_model("qwen3")
+    layer = model.model.layers[0]
     before = file.apply_rotary_pos_emb
-    with pytest.raises(KeyError), fused(model, attention):
+    monkeypatch.setattr(fuse, "fast", lambda weight: True)
+    with pytest.raises(KeyError), fuse.fused(model, {type(layer.self_attn)}):
         assert file.apply_rotary_pos_emb is not before
-        assert "forward" in vars(model.model.layers[0].mlp)
+        replaced = {name for name, module in layer.named_modules() if "forward" in vars(module)}
+        norms = {"input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"}
+        projections = {f"self_attn.{name}_proj" for name in "qkvo"}
+        assert replaced == norms | projections | {"mlp", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}
         raise KeyError
     assert file.apply_rotary_pos_emb is before
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "gemma3_text"])
+def test_fused_modules_compute_the_same(architecture, monkeypatch):
+    """With the kernel's plain twin, so that what is tested here is which module is computed how."""
+    from kvfold.engine import fuse
+
+    calls = []
+
+    def gated(x, gate, up, activation):
+        calls.append(activation)
+        act = {"silu": silu, "gelu_tanh": partial(gelu, approximate="tanh")}[activation]
+        return act(linear(x, gate)) * linear(x, up)
+
+    monkeypatch.setattr(fuse, "fast", lambda weight: True)
+    monkeypatch.setattr(fuse.matvec, "gated", gated)
+    monkeypatch.setattr(fuse.matvec, "linear", lambda *args: calls.append("linear") or linear(*args))
+    together = lambda x, weights: calls.append("together") or [linear(x, weight) for weight in weights]  # noqa: E731
+    monkeypatch.setattr(fuse.matvec, "together", together)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    model = tiny_model(architecture)
+    found, _ = decoded(model, prompt(24), engine=Engine(graph="dry", fuse=True))
+    assert torch.equal(found, expected(model, prompt(24)))
+    biased = architecture == "qwen2"  # its queries, keys and values have biases
+    assert len(set(calls)) == 2 + (not biased)
+    assert calls.count("linear") == 3 * (5 if biased else 2) * (NEW - 1)
+    assert calls.count("together") == (0 if biased else 3 * (NEW - 1))
+    many, _ = decoded(model, prompt(24, 5), engine=Engine(graph="dry", fuse=True))
+    assert torch.equal(many, expected(model, prompt(24, 5))), "more rows than the kernel takes"
 
 
 # ---- on a GPU ----

@@ -97,6 +97,11 @@ def check():
             merged, merged_lse = dense_decode.attend(query, None, tail, dim**-0.5, softcap, before=part)
             assert (merged.double() - expected).norm() / expected.norm() < 2 * tolerance
             assert torch.allclose(merged_lse, lse, atol=2e-3)
+    slots = [torch.zeros(2, 3, 9, width, device=DEVICE) for width in (24, 16)]
+    new = [torch.randn(2, 1, 3, width, generator=generator).to(DEVICE).transpose(1, 2) for width in (24, 16)]
+    dense_decode.append(*new, *slots, torch.tensor([6], device=DEVICE))
+    for slot, states_ in zip(slots, new, strict=True):
+        assert torch.equal(slot[:, :, 6:7], states_) and slot.count_nonzero() == states_.count_nonzero()
     nothing = Exact(query, query, length=torch.tensor([0], device=DEVICE))
     output, lse = dense_decode.attend(query, None, nothing, 1.0)
     assert not output.any() and torch.isneginf(lse).all()

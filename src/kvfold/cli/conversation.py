@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from kvfold.engine import Decoding, stream
 from kvfold.errors import KvfoldError
-from kvfold.hf import CACHE_KEYWORD, FoldedCache
+from kvfold.hf import FoldedCache
 from kvfold.prompt import Template, context_length, cut_at, end_tokens, tokens_of
+
+GREEDY = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "repetition_penalty": 1.0}
 
 
 @dataclass(frozen=True)
@@ -61,8 +65,7 @@ class Conversation:
         self._unread: list[int] = []
         self._end = end_tokens(model, tokenizer)
         if isinstance(cache, FoldedCache):
-            # What speculative decoding asks for, and we too: fold nothing that comes after the document.
-            cache.activate_past_recording()
+            cache.keep_exact()
 
     def ask(self, question: str) -> Iterator[str]:
         """Yield the answer piece by piece; afterwards `answer` holds all of it.
@@ -80,20 +83,23 @@ class Conversation:
         start = first = time.perf_counter()
         made: list[int] = []
         text = shown = ""
-        for token in self._greedy(ids, room):
-            if not made:
-                first = time.perf_counter()
-            made.append(token)
-            if token in self._end:
-                break
-            text = self.tokenizer.decode(made, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-            cut = cut_at(text, self.template.stop)
-            if cut is not None:
-                text = cut
-                break
-            if not text.endswith("\ufffd"):  # half of a character: the rest may come
-                yield text[len(shown) :]
-                shown = text
+        with closing(self._greedy(ids, room)) as tokens:
+            for token in map(int, tokens):
+                if not made:
+                    first = time.perf_counter()
+                made.append(token)
+                if token in self._end:
+                    break
+                text = self.tokenizer.decode(
+                    made, skip_special_tokens=True, clean_up_tokenization_spaces=False
+                )
+                cut = cut_at(text, self.template.stop)
+                if cut is not None:
+                    text = cut
+                    break
+                if not text.endswith("\ufffd"):  # half of a character: the rest may come
+                    yield text[len(shown) :]
+                    shown = text
         if text != shown:
             yield text[len(shown) :]
         end = time.perf_counter()
@@ -120,12 +126,15 @@ class Conversation:
             )
         return min(self.max_new_tokens, limit - used - new)
 
-    @torch.no_grad()
-    def _greedy(self, ids: list[int], max_new_tokens: int) -> Iterator[int]:
-        step = torch.tensor([ids], device=self.model.device)
-        for _ in range(max_new_tokens):
-            output = self.model(
-                input_ids=step, use_cache=True, logits_to_keep=1, **{CACHE_KEYWORD: self.cache}
-            )
-            step = output.logits[:, -1:].argmax(-1)
-            yield int(step)
+    def _greedy(self, ids: list[int], max_new_tokens: int) -> Decoding:
+        """The likeliest tokens after new ones; no other preference of the model's generation config is followed."""
+        new = torch.tensor([ids], device=self.model.device)
+        return stream(
+            self.model,
+            new,
+            self.cache,
+            attention_mask=new.new_ones(1, self.cache.get_seq_length() + len(ids)),
+            max_new_tokens=max_new_tokens,
+            pad_token_id=0,
+            **GREEDY,
+        )

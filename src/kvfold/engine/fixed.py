@@ -22,6 +22,7 @@ from transformers.cache_utils import (
 from kvfold.hf import FoldedCache, bridge
 from kvfold.hf.call import AttentionCall, expand_of
 from kvfold.hf.layer import FoldedLayer, Segment
+from kvfold.kernels import dense_decode
 from kvfold.kernels.reference import attend, merge
 from kvfold.ledger import tensors_in
 from kvfold.stores.base import AttendContext
@@ -144,6 +145,7 @@ class FixedLayer(CacheLayerMixin):
         capacity = slots.mask.shape[-1]
         self.keys = _with_room(source.keys, slots.carried, capacity)
         self.values = _with_room(source.values, slots.carried, capacity)
+        self._fused = dense_decode.problem(self.keys.device) is None
         self.is_initialized = True
         self.block = _block(cache.source, source) if isinstance(source, FoldedLayer) else 0
         self.queries: Tensor | None = None
@@ -161,8 +163,11 @@ class FixedLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         """Write the new token's states to its slot, announce the layer, return all slots."""
         assert self.keys is not None and self.values is not None
-        self.keys.index_copy_(2, self.slots.index, key_states)
-        self.values.index_copy_(2, self.slots.index, value_states)
+        if self._fused:
+            dense_decode.append(key_states, value_states, self.keys, self.values, self.slots.index)
+        else:
+            self.keys.index_copy_(2, self.slots.index, key_states)
+            self.values.index_copy_(2, self.slots.index, value_states)
         bridge.announce(self)
         return self.keys, self.values
 

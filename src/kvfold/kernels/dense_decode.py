@@ -78,12 +78,14 @@ def fits(query: Tensor, keys: Tensor, values: Tensor) -> bool:
 
 @cache
 def tuning(device: torch.device, dtype: torch.dtype, dim: int) -> Tuning:
-    """What was fastest on an H200 (benchmarks/engine.py), scaled to the GPU's multiprocessors."""
+    """What was fastest on an H200 (benchmarks/engine.py): one program a multiprocessor, its shared memory full of loads."""
     if device.type != "cuda":
         return Tuning(block=16, warps=4, stages=1, programs=4)
-    count = torch.cuda.get_device_properties(device).multi_processor_count
-    wide = dim > 128 or dtype == torch.float32
-    return Tuning(block=32 if wide else 64, warps=4, stages=3, programs=2 * count)
+    properties = torch.cuda.get_device_properties(device)
+    block = max(16, min(128, 64 * 256 // (_power(dim) * dtype.itemsize)))
+    memory = getattr(properties, "shared_memory_per_block_optin", 99 << 10) - (16 << 10)
+    stages = max(1, min(4, memory // (2 * block * _power(dim) * dtype.itemsize)))
+    return Tuning(block=block, warps=4, stages=stages, programs=properties.multi_processor_count)
 
 
 def attend(
@@ -118,13 +120,12 @@ def attend(
     batch, heads, _, dim = query.shape
     kv_heads, value_dim = first.keys.shape[1], first.values.shape[3]
     tuned = tuned or tuning(query.device, query.dtype, max(dim, value_dim))
-    splits, chunk = _splits(history, tuned, batch * kv_heads, tuned.programs)
-    tail_splits, tail_chunk = _splits(
-        tail, tuned, batch * kv_heads, tuned.programs // 2 if history else tuned.programs
-    )
-    total = splits + tail_splits
-    partial = query.new_empty(batch, heads, total, value_dim, dtype=torch.float32)
-    partial_lse = query.new_empty(batch, heads, total, dtype=torch.float32)
+    splits = max(1, tuned.programs // (batch * kv_heads))
+    longest = max(side.keys.shape[2] for side in (history, tail) if side is not None)
+    splits = min(splits, max(1, math.ceil(longest / tuned.block)))
+    chunk, tail_chunk = _chunk(history, splits, tuned.block), _chunk(tail, splits, tuned.block)
+    partial = query.new_empty(batch, heads, splits, value_dim, dtype=torch.float32)
+    partial_lse = query.new_empty(batch, heads, splits, dtype=torch.float32)
     group = heads // kv_heads
     query = query.contiguous()
     sides: list[Any] = []
@@ -134,33 +135,48 @@ def attend(
         valid = side.valid if side is not None and side.valid is not None else query
         sides += [keys, values, length, valid, *keys.stride()[:3], *values.stride()[:3]]
         sides += [valid.stride(0), 0 if side is None else keys.shape[2]]
-    kernels.partials[(total, kv_heads, batch)](
-        query, partial, partial_lse, *sides, splits, chunk, tail_chunk, total, scaling, softcap or 0.0,
+    flags = {
+        f"{name}{what}": side is not None and part is not None
+        for name, side in (("", history), ("TAIL_", tail))
+        for what, part in (("LENGTH", side and side.length), ("VALID", side and side.valid))
+    }
+    kernels.partials[(splits, kv_heads, batch)](
+        query, partial, partial_lse, *sides, splits, chunk, tail_chunk, scaling, softcap or 0.0,
         GROUP=group, ROWS=max(16, _power(group)), DIM=dim, DIM_UP=_power(dim), VALUE=value_dim,
-        VALUE_UP=_power(value_dim), BLOCK=tuned.block, CAPPED=softcap is not None,
-        LENGTH=history is not None and history.length is not None, VALID=history is not None and history.valid is not None,
-        TAIL_LENGTH=tail is not None and tail.length is not None, TAIL_VALID=tail is not None and tail.valid is not None,
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        num_warps=tuned.warps, num_stages=tuned.stages,
+        VALUE_UP=_power(value_dim), BLOCK=tuned.block, CAPPED=softcap is not None, HISTORY=history is not None,
+        TAIL=tail is not None, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        num_warps=tuned.warps, num_stages=tuned.stages, **flags,
     )  # fmt: skip
     output = query.new_empty(batch, heads, 1, value_dim)
     lse = query.new_empty(batch, heads, 1, dtype=torch.float32)
     before_output, before_lse = (partial, partial_lse) if before is None else (x.contiguous() for x in before)
     kernels.finish[(batch * heads,)](
-        partial, partial_lse, before_output, before_lse, output, lse, total,
-        SPLITS_UP=_power(total), VALUE=value_dim, VALUE_UP=_power(value_dim), BEFORE=before is not None, num_warps=4,
+        partial, partial_lse, before_output, before_lse, output, lse, splits,
+        SPLITS_UP=_power(splits), VALUE=value_dim, VALUE_UP=_power(value_dim), BEFORE=before is not None, num_warps=4,
     )  # fmt: skip
     return output, lse
 
 
-def _splits(side: Exact | None, tuned: Tuning, heads: int, programs: int) -> tuple[int, int]:
-    """Into how many parts the tokens are split, and tokens in a part."""
-    if side is None or not side.keys.shape[2]:
-        return 0, tuned.block
-    blocks = math.ceil(side.keys.shape[2] / tuned.block)
-    splits = min(blocks, max(1, programs // heads))
-    chunk = math.ceil(blocks / splits) * tuned.block
-    return math.ceil(side.keys.shape[2] / chunk), chunk
+def append(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, index: Tensor) -> None:
+    """Write one token's states to their slot, both in one launch.
+
+    Parameters
+    ----------
+    key, value : (batch, kv_heads, 1, key_dim | value_dim)
+    keys, values : (batch, kv_heads, slots, key_dim | value_dim)
+    index : (1,) int64 on the device
+    """
+    dim, value_dim = keys.shape[3], values.shape[3]
+    key, value = (states if states.stride(3) == 1 else states.contiguous() for states in (key, value))
+    _kernels().append[(keys.shape[1], keys.shape[0])](
+        key, value, keys, values, index, *key.stride()[:2], *value.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
+        DIM=dim, DIM_UP=_power(dim), VALUE=value_dim, VALUE_UP=_power(value_dim), num_warps=1,
+    )  # fmt: skip
+
+
+def _chunk(side: Exact | None, splits: int, block: int) -> int:
+    """Tokens of a side that one split takes."""
+    return block if side is None else max(1, math.ceil(side.keys.shape[2] / splits / block)) * block
 
 
 def _power(n: int) -> int:

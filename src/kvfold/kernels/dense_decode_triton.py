@@ -50,12 +50,13 @@ def partials(
     keys, values, length, valid, key_batch, key_head, key_token, value_batch, value_head, value_token, valid_batch, tokens,
     tail_keys, tail_values, tail_length, tail_valid, tail_key_batch, tail_key_head, tail_key_token, tail_value_batch,
     tail_value_head, tail_value_token, tail_valid_batch, tail_tokens,
-    splits, chunk, tail_chunk, total_splits, scaling, softcap,
+    splits, chunk, tail_chunk, scaling, softcap,
     GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_UP: tl.constexpr, VALUE: tl.constexpr,
-    VALUE_UP: tl.constexpr, BLOCK: tl.constexpr, CAPPED: tl.constexpr, LENGTH: tl.constexpr, VALID: tl.constexpr,
-    TAIL_LENGTH: tl.constexpr, TAIL_VALID: tl.constexpr, PRECISION: tl.constexpr,
+    VALUE_UP: tl.constexpr, BLOCK: tl.constexpr, CAPPED: tl.constexpr, HISTORY: tl.constexpr, LENGTH: tl.constexpr,
+    VALID: tl.constexpr, TAIL: tl.constexpr, TAIL_LENGTH: tl.constexpr, TAIL_VALID: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attention of one KV head's queries over one split of the tokens; the last splits are the tail's."""
+    """Attention of one KV head's queries over one split of history and tail."""
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     heads = tl.num_programs(1) * GROUP
     rows, dims, value_dims, block = (
@@ -73,7 +74,8 @@ def partials(
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, VALUE_UP], tl.float32)
-    if split < splits:
+    # Each split takes its share of the history, then of the tail: all are about as long, and run at once.
+    if HISTORY:
         stop = tl.minimum((split + 1) * chunk, tokens)
         if LENGTH:
             stop = tl.minimum(stop, tl.load(length).to(tl.int32))
@@ -85,14 +87,13 @@ def partials(
                 key_token, value_token, valid + row * valid_batch, scaling, softcap,
                 DIM, VALUE, CAPPED, VALID, PRECISION,
             )  # fmt: skip
-    else:
-        part = split - splits
-        stop = tl.minimum((part + 1) * tail_chunk, tail_tokens)
+    if TAIL:
+        stop = tl.minimum((split + 1) * tail_chunk, tail_tokens)
         if TAIL_LENGTH:
             stop = tl.minimum(stop, tl.load(tail_length).to(tl.int32))
         key_base = tail_keys + row * tail_key_batch + head * tail_key_head
         value_base = tail_values + row * tail_value_batch + head * tail_value_head
-        for start in range(part * tail_chunk, stop, BLOCK):
+        for start in range(split * tail_chunk, stop, BLOCK):
             peak, total, mixed = _softmax_step(
                 q, peak, total, mixed, key_base, value_base, dims, value_dims, block, start, stop,
                 tail_key_token, tail_value_token, tail_valid + row * tail_valid_batch, scaling, softcap,
@@ -101,7 +102,7 @@ def partials(
     empty = total == 0.0
     mixed = mixed / tl.where(empty, 1.0, total)[:, None]
     lse = tl.where(empty, float("-inf"), (peak + tl.log2(tl.where(empty, 1.0, total))) * 0.6931471805599453)
-    place = (first + rows) * total_splits + split
+    place = (first + rows) * splits + split
     tl.store(
         partial + place[:, None] * VALUE + value_dims[None, :],
         mixed,
@@ -139,3 +140,20 @@ def finish(
     known = tl.where(total == 0.0, 1.0, total)
     tl.store(output + head * VALUE + dims, (mixed / known).to(output.dtype.element_ty), mask=dims < VALUE)
     tl.store(lse + head, tl.where(total == 0.0, float("-inf"), safe + tl.log(known)))
+
+
+@triton.jit
+def append(
+    key, value, keys, values, index, key_batch, key_head, value_batch, value_head,
+    keys_batch, keys_head, keys_token, values_batch, values_head, values_token,
+    DIM: tl.constexpr, DIM_UP: tl.constexpr, VALUE: tl.constexpr, VALUE_UP: tl.constexpr,
+):  # fmt: skip
+    """Write one token's states of one KV head to their slot."""
+    head, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    slot = tl.load(index)
+    dims, value_dims = tl.arange(0, DIM_UP), tl.arange(0, VALUE_UP)
+    state = tl.load(key + row * key_batch + head * key_head + dims, mask=dims < DIM)
+    tl.store(keys + row * keys_batch + head * keys_head + slot * keys_token + dims, state, mask=dims < DIM)
+    state = tl.load(value + row * value_batch + head * value_head + value_dims, mask=value_dims < VALUE)
+    target = values + row * values_batch + head * values_head + slot * values_token
+    tl.store(target + value_dims, state, mask=value_dims < VALUE)
