@@ -8,6 +8,7 @@ from kvfold.stores.graded import GradedStore
 from kvfold.stores.lowrank import LowRankStore
 from kvfold.stores.merged import MergedStore
 from kvfold.stores.recorded import RecordedStore
+from kvfold.stores.retained import RetainedStore
 from kvfold.stores.rotated import RotatedStore
 from kvfold.stores.shadow import ShadowStore
 from kvfold.stores.trizone import TriZoneStore
@@ -21,6 +22,7 @@ __all__ = [
     "LowRankStore",
     "MergedStore",
     "RecordedStore",
+    "RetainedStore",
     "RotatedStore",
     "ShadowStore",
     "Store",
