@@ -19,7 +19,7 @@ from kvfold.errors import KvfoldError
 from kvfold.evaluate import Grid, read, run
 from kvfold.evaluate.results import SCHEMA, Appender, Cell, Row
 from kvfold.hf import bridge
-from kvfold.methods import METHODS, Full
+from kvfold.methods import METHODS, BlockGTQ, Full, SnapKV
 
 FAST = ["snapkv:window=4", "kivi:bits=2,group=16,residual=16"]
 
@@ -288,6 +288,8 @@ def test_a_prompt_too_short_to_fold_says_so(folder, letters, tmp_path):
         (dict(methods=["snapkv:windw=3"]), "unknown option 'windw': did you mean window"),
         (dict(methods=["snapkv:window=x"]), "window=x: expected int"),
         (dict(methods=["snapkv:window"]), "write options as snapkv:option=value"),
+        (dict(methods=["snapkv>>kivi"]), "kivi cannot code what another method keeps"),
+        (dict(methods=["snapkv >> blockgtq:keep=0.1"]), "give it bits, and the budget to snapkv"),
         (dict(budgets=["kep=0.1"]), "unknown term 'kep': did you mean keep"),
         (dict(budgets=["keep=3"]), "keep"),
         (dict(budgets=[]), "needs a budget"),
@@ -310,7 +312,7 @@ def test_a_bad_grid(changes, message):
 
 def test_labels_say_what_differs_from_the_defaults():
     labels = ["kivi:residual=64,bits=2", "kivi:bits=2,group=32,residual=64", "snapkv:keep=0.5", "snapkv"]
-    labels += ["blockgtq", "blockgtq:bits=2.5,sinks=0"]
+    labels += ["blockgtq", "blockgtq:bits=2.5,sinks=0", "snapkv:window=8>>blockgtq:bits=4"]
     made = Grid(models=["m"], tasks=["needle"], methods=labels, budgets=["keep=0.10"]).variants()
     assert [(variant.label, variant.budget) for variant in made] == [
         ("full", ""),
@@ -319,7 +321,9 @@ def test_labels_say_what_differs_from_the_defaults():
         ("snapkv", "keep=0.1"),
         ("blockgtq", "keep=0.1"),
         ("blockgtq:sinks=0", "bits=2.5"),
+        ("snapkv:window=8 >> blockgtq:bits=4.0", "keep=0.1"),
     ]
+    assert made[-1].method == SnapKV(keep=0.1, window=8) >> BlockGTQ(bits=4)
 
 
 def test_a_group_of_tasks_stands_for_all_of_them():

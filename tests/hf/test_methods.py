@@ -76,6 +76,8 @@ SELECTIONS = {
     "xkv-plain": XKV(
         key_rank=24, value_rank=24, widths=(16,), basis_bits=16, metric="plain", sinks=0, recent=0
     ),
+    "chain": SnapKV(keep=0.4, window=8) >> BlockGTQ(bits=4),
+    "chain-fit": SelectFit(keep=0.4, sinks=2, window=8) >> TurboQuant(bits=3, bias="out"),
     "attention-matching": AttentionMatching(keep=0.35, sinks=2, window=8, ridge=1e-2),
 }
 """They fold by the same code as a method above, so a few architectures will do."""

@@ -447,4 +447,6 @@ def _decode(value: Any, tensors: Mapping[str, torch.Tensor], device: torch.devic
 
 def _tuples(value: Any) -> Any:
     """JSON has no tuples, and methods, being hashable, have no lists."""
+    if isinstance(value, dict):
+        return {key: _tuples(entry) for key, entry in value.items()}
     return tuple(_tuples(entry) for entry in value) if isinstance(value, list) else value

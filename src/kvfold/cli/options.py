@@ -15,15 +15,25 @@ _BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, 
 def build_method(name: str, given: dict[str, Any], options: Iterable[str]) -> Any:
     """A method from its name, options that have flags of their own, and `name=value` texts.
 
-    A table may be given as `value_error=@table.json`, from a file that `kvfold calibrate` wrote.
+    The name may have options of its own (`snapkv:window=8`) and may be a chain (`snapkv >> blockgtq:bits=4`), to whose first
+    method flags and options go. A table may be given as `value_error=@table.json`, from a file that `kvfold calibrate` wrote.
 
     Raises
     ------
     KvfoldError
         Unknown method or option, or a value of the wrong type or out of range.
     """
-    from kvfold.methods import METHODS, make_method
+    from kvfold.methods import METHODS, Chain, make_method
 
+    first, chained, then = name.rpartition(">>")
+    if chained:
+        parts = build_method(first, given, options), build_method(then, {}, ())
+        try:
+            return Chain(first=parts[0], then=parts[1])
+        except ValueError as error:
+            raise KvfoldError(str(error)) from error
+    name, own = split_label(name)
+    options = [*(f"{key}={value}" for key, value in own.items()), *options]
     values = {key: value for key, value in given.items() if value is not None}
     types_ = get_type_hints(METHODS[name]) if name in METHODS else {}
     for option in options:
@@ -41,6 +51,29 @@ def build_method(name: str, given: dict[str, Any], options: Iterable[str]) -> An
         return make_method(name, **values)
     except (ValueError, TypeError) as error:
         raise KvfoldError(str(error)) from error
+
+
+def split_label(label: str) -> tuple[str, dict[str, str]]:
+    """Name and options of `name:option=value,option=value`; a value may hold commas.
+
+    Raises
+    ------
+    KvfoldError
+        An option without a value.
+    """
+    name, _, rest = label.partition(":")
+    options: dict[str, str] = {}
+    key = None
+    for part in rest.split(",") if rest else ():
+        option, equals, value = part.partition("=")
+        if equals:
+            key = option.strip().replace("-", "_")
+            options[key] = value.strip()
+        elif key is not None:
+            options[key] += "," + part
+        else:
+            raise KvfoldError(f"{label}: write options as {name}:option=value,option=value")
+    return name.strip(), options
 
 
 def parse(text: str, kind: Any, name: str) -> Any:

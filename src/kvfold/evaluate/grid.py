@@ -238,30 +238,19 @@ def model_name(spec: str) -> str:
     return path.resolve().name if path.is_dir() else spec
 
 
-def split_label(label: str) -> tuple[str, dict[str, str]]:
-    """Name and options of `name:option=value,option=value`; a value may hold commas.
-
-    Raises
-    ------
-    KvfoldError
-        An option without a value.
-    """
-    name, _, rest = label.partition(":")
-    options: dict[str, str] = {}
-    key = None
-    for part in rest.split(",") if rest else ():
-        option, equals, value = part.partition("=")
-        if equals:
-            key = option.strip().replace("-", "_")
-            options[key] = value.strip()
-        elif key is not None:
-            options[key] += "," + part
-        else:
-            raise KvfoldError(f"{label}: write options as {name}:option=value,option=value")
-    return name.strip(), options
-
-
 def _variants(label: str, budgets: Sequence[str]) -> Iterable[Variant]:
+    from kvfold.cli.options import split_label
+
+    first, chained, then = label.partition(">>")
+    if chained:
+        (code,) = _variants(then, ("",))
+        told = code.label + (":,"[":" in code.label] + code.budget if code.budget else "")
+        for variant in _variants(first, budgets):
+            try:
+                yield Variant(f"{variant.label} >> {told}", variant.budget, variant.method >> code.method)
+            except ValueError as error:
+                raise KvfoldError(f"method {label}: {error}") from error
+        return
     name, options = split_label(label)
     if name not in METHODS:
         raise KvfoldError(_unknown("method", name, METHODS))

@@ -26,6 +26,7 @@ from kvfold.methods.baselines import (
     Uniform,
 )
 from kvfold.methods.blockgtq import BlockGTQ
+from kvfold.methods.chain import Chain
 from kvfold.methods.dbtrimkv import DBTrimKV
 from kvfold.methods.full import Full
 from kvfold.methods.rdkv import RDKV
@@ -71,6 +72,9 @@ def make_method(name: str, **options: Any) -> Method:
     ValueError
         Unknown name, or an option the method does not have (the message lists those it has).
     """
+    if name == Chain.name:
+        parts = {key: dict(part) for key, part in options.items()}
+        return Chain(**{key: make_method(part.pop("method"), **part) for key, part in parts.items()})
     if name not in METHODS:
         raise ValueError(f"unknown method {name!r}: choose from {', '.join(sorted(METHODS))}")
     known = [field.name for field in fields(METHODS[name])]
@@ -92,6 +96,7 @@ __all__ = [
     "AdaKV",
     "AttentionMatching",
     "BlockGTQ",
+    "Chain",
     "DBTrimKV",
     "ExpectedAttention",
     "Full",

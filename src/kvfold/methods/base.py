@@ -43,6 +43,16 @@ class Needs:
     rotary: bool = False
     gates: tuple[Gate, ...] = ()
 
+    def __or__(self, other: Needs) -> Needs:
+        """What both need."""
+        return Needs(
+            window=max(self.window, other.window),
+            all_queries=self.all_queries or other.all_queries,
+            sampled=max(self.sampled, other.sampled),
+            rotary=self.rotary or other.rotary,
+            gates=(*self.gates, *other.gates),
+        )
+
 
 @dataclass
 class LayerView:
@@ -147,11 +157,16 @@ class Method(ABC):
         an option decides.
     budgets : tuple of str
         Options of which each is a budget, so that only one is given; a method may lack some.
+    leaves_tokens, recodes : bool
+        What it leaves of a head are tokens in 16 bits, so that it may come first in a chain; it can code them (`recode`), so
+        that it may come second.
     """
 
     name: ClassVar[str]
     paper: ClassVar[str]
     budgets: ClassVar[tuple[str, ...]] = ("keep", "bits_per_element", "tokens")
+    leaves_tokens: ClassVar[bool] = False
+    recodes: ClassVar[bool] = False
 
     @property
     def granularity(self) -> Literal["layer", "window", "model"]:
@@ -206,6 +221,16 @@ class Method(ABC):
     @abstractmethod
     def fold(self, views: Sequence[LayerView]) -> list[Store]:
         """Fold one segment: one view for granularity "layer", a window's for "window", every layer's for "model"."""
+
+    def recode(self, store: Store, view: LayerView) -> Store:
+        """Code what another method left of a layer in 16 bits."""
+        raise NotImplementedError(f"{self.name} does not recode")
+
+    def __rshift__(self, then: Method) -> Method:
+        """Tokens of one method in the code of another: `SnapKV(keep=0.2) >> BlockGTQ(bits=4)`."""
+        from kvfold.methods.chain import Chain
+
+        return Chain(first=self, then=then)
 
     def to_dict(self) -> dict[str, Any]:
         """Name and hyper-parameters as plain data."""

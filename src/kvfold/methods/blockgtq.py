@@ -18,6 +18,7 @@ from kvfold.methods.base import LayerView, Method, Needs, check_block
 from kvfold.methods.energies import Energies, Energy, Score, without_sinks, worth
 from kvfold.methods.keybias import KeyBias, key_constant
 from kvfold.stores.base import Store
+from kvfold.stores.coded import CodedStore
 from kvfold.stores.rotated import RotatedLayout, RotatedStore, without_constant
 from kvfold.stores.tokenwise import padding_of, shifts_of
 
@@ -80,6 +81,7 @@ class BlockGTQ(Method):
     name = "blockgtq"
     paper = "after Block-GTQ"
     budgets = ("keep", "bits_per_element", "bits")
+    recodes = True
 
     bits: float | None = None
     keep: float | None = None
@@ -207,6 +209,17 @@ class BlockGTQ(Method):
             norm_bits=self.norm_bits,
         )
         return RotatedStore.encode(keys, values, layout, {**extra, **constants}, view.rotary)
+
+    def recode(self, store: Store, view: LayerView) -> Store:
+        # No token is kept exact there, and sinks lie far from the mean.
+        bias: KeyBias = "out" if self.bias == "mean" else self.bias
+        view = without_sinks(view, 0 if view.previous is not None else self.sinks)
+        constant = key_constant(view, bias)
+        keys, value, constants = self._calibrate(view, constant, view.tokens, view.valid)
+        if constant is not None:
+            constants["key_mean"] = constant
+        values = (value,) * len(keys)
+        return CodedStore.of(store, shifts_of(view.positions), keys, values, constants, view.rotary)
 
     # ---- calibration and allocation ----
 

@@ -65,6 +65,7 @@ class DBTrimKV(Method):
 
     name = "dbtrimkv"
     paper = "DBTrimKV; TrimKV, arXiv 2512.03324"
+    leaves_tokens = True
 
     tokens: int | None = None
     total: int | None = None

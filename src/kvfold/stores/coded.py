@@ -13,7 +13,7 @@ from kvfold.codecs import logarithm
 from kvfold.codecs.rotated import RotatedCode
 from kvfold.kernels.position_bias import position_logits, turned_rows
 from kvfold.kernels.reference import Part, merge, soft_cap, softmax_part
-from kvfold.stores.base import AttendContext, Kept, Rotary
+from kvfold.stores.base import AttendContext, Kept, Rotary, Store
 from kvfold.stores.ragged import RaggedStore, position_dtype
 from kvfold.stores.tokenwise import rotary_for
 
@@ -171,6 +171,24 @@ class CodedStore(RaggedStore):
         for name, found in units.items():
             buffers[f"{name}_units"] = torch.cat(found).view(len(heads), -1)
         return cls(layout, {**buffers, **{name: torch.cat(parts) for name, parts in ragged.items()}})
+
+    @classmethod
+    def of(
+        cls,
+        store: Store,
+        shifts: tuple[int, ...],
+        keys: tuple[RotatedCode, ...],
+        values: tuple[RotatedCode, ...],
+        constants: Mapping[str, Tensor],
+        rotary: Rotary | None = None,
+    ) -> CodedStore:
+        """What another store holds, coded; `shifts` are RoPE position minus logical index of each row."""
+        heads = [
+            [store.kept(row, head, rotary) for head in range(store.kv_heads)] for row in range(store.rows)
+        ]
+        turned = "key_mean" in constants and rotary is not None
+        layout = CodedLayout(store.tokens, tuple(store.real_tokens), shifts, keys, values, turned)
+        return cls.encode(heads, layout, constants, rotary)
 
     @staticmethod
     def _constant(

@@ -38,6 +38,7 @@ class AttentionMatching(SelectFit):
 
     name = "attention-matching"
     paper = "Attention Matching, arXiv 2602.16284"
+    leaves_tokens = True
 
     sampled: int = 2048
     ridge: float = 0.0

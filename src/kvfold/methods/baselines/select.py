@@ -42,6 +42,8 @@ class Selection(Method):
         The budget, `bits` or `group` is out of range.
     """
 
+    leaves_tokens = True
+
     keep: float | None = None
     bits_per_element: float | None = None
     tokens: int | None = None

@@ -43,6 +43,7 @@ class SelectFit(Method):
 
     name = "select-fit"
     paper = "Select+Fit, the baseline of KVSculpt"
+    leaves_tokens = True
 
     keep: float | None = None
     bits_per_element: float | None = None

@@ -10,6 +10,7 @@ from kvfold.codecs.rotated import RotatedCode
 from kvfold.methods.base import LayerView, Method, Needs, check_block
 from kvfold.methods.keybias import KeyBias, key_constant
 from kvfold.stores.base import Store
+from kvfold.stores.coded import CodedStore
 from kvfold.stores.rotated import RotatedLayout, RotatedStore
 from kvfold.stores.tokenwise import padding_of, shifts_of
 
@@ -41,6 +42,7 @@ class TurboQuant(Method):
 
     name = "turboquant"
     paper = "TurboQuant, arXiv 2504.19874"
+    recodes = True
 
     bits: int = 4
     value_bits: int | None = None
@@ -78,13 +80,28 @@ class TurboQuant(Method):
     def fold(self, views: Sequence[LayerView]) -> list[Store]:
         return [self._encode(view) for view in views]
 
+    def recode(self, store: Store, view: LayerView) -> Store:
+        heads = store.kv_heads
+        key, value = self._codes(view)
+        constant = key_constant(view, self.bias)
+        constants = {} if constant is None else {"key_mean": constant}
+        shifts = shifts_of(view.positions)
+        return CodedStore.of(store, shifts, (key,) * heads, (value,) * heads, constants, view.rotary)
+
+    def _codes(self, view: LayerView) -> tuple[RotatedCode, RotatedCode]:
+        """Of keys and of values."""
+        sketch = self.variant == "prod"
+        key_dim, value_dim = view.keys.shape[-1], view.values.shape[-1]
+        return (
+            RotatedCode(((self.bits - sketch, key_dim),), rotation=self.rotation, sketch=sketch),
+            RotatedCode(((self.value_bits or self.bits, value_dim),), rotation=self.rotation),
+        )
+
     def _encode(self, view: LayerView) -> Store:
         tokens = view.tokens if view.generated else view.tokens - self.recent
         keys, values = view.keys[:, :, :tokens], view.values[:, :, :tokens]
         heads, key_dim, value_dim = keys.shape[1], keys.shape[-1], values.shape[-1]
-        sketch = self.variant == "prod"
-        key = RotatedCode(((self.bits - sketch, key_dim),), rotation=self.rotation, sketch=sketch)
-        value = RotatedCode(((self.value_bits or self.bits, value_dim),), rotation=self.rotation)
+        key, value = self._codes(view)
         constant = key_constant(view, self.bias)
         layout = RotatedLayout(
             tokens=tokens,
