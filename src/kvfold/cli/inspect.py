@@ -16,24 +16,46 @@ PARTS = ("keys", "values")
 
 def inspect(
     path: Annotated[
-        str, typer.Argument(metavar="FOLDED", help="A folded document: a path or any fsspec URL.")
-    ],
+        str | None, typer.Argument(metavar="FOLDED", help="A folded document: a path or any fsspec URL.")
+    ] = None,
     png: Annotated[
         Path | None,
         typer.Option("--png", help="Draw a heat map, layers by heads, of mean bits a cached number."),
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--cka",
+            metavar="MODEL",
+            help="Instead: how alike a model's layers are on --text, and windows for xkv.",
+        ),
+    ] = None,
+    text: Annotated[Path | None, typer.Option("--text", help="With --cka: a UTF-8 text file.")] = None,
+    layers: Annotated[
+        int, typer.Option("--layers", min=1, help="With --cka: layers of an average window.")
+    ] = 4,
+    tokens: Annotated[
+        int, typer.Option("--tokens", min=64, help="With --cka: tokens of the text, at most.")
+    ] = 2048,
     json_: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
-    """Show a folded document: manifest, bytes by purpose, bits by layer and head."""
+    """Show a folded document: manifest, bytes by purpose, bits by layer and head; or how alike a model's layers are."""
     if png is not None:
         _need_matplotlib()
         if not png.parent.is_dir():
             raise KvfoldError(f"--png {png}: there is no folder {png.parent}")
 
+    if (path is None) == (model is None) or (model is None) != (text is None):
+        raise KvfoldError("give a folded document, or --cka MODEL with --text FILE")
+    if model is not None and text is not None:
+        _alignment(model, text, layers, tokens, png, json_)
+        return
+    assert path is not None
+
     from kvfold.artifact import load_stores
 
-    manifest, layers = load_stores(path)
-    bits = layer_bits(layers)
+    manifest, stores = load_stores(path)
+    bits = layer_bits(stores)
     if png is not None:
         draw(bits, png, manifest)
     if json_:
@@ -41,6 +63,20 @@ def inspect(
         console.print_json({"manifest": told, "ledger": manifest["ledger"], "bits": bits})
         return
     _show(manifest, bits)
+    if png is not None:
+        console.out().print(f"wrote {png}", soft_wrap=True)
+
+
+def _alignment(model: str, text: Path, layers: int, tokens: int, png: Path | None, json_: bool) -> None:
+    from kvfold.cli import cka
+
+    found = cka.measure(model, text, layers, tokens, quiet=json_)
+    if png is not None:
+        cka.draw(found, png)
+    if json_:
+        console.print_json(found)
+        return
+    cka.show(found, layers)
     if png is not None:
         console.out().print(f"wrote {png}", soft_wrap=True)
 
