@@ -42,8 +42,8 @@ def test_nearly_the_best_of_all_choices(budget, decay):
     found = fill(parts, 64, budget, (2, 4, 8), tile=1)
     assert sum(part.nbytes(groups, 64) for part, groups in zip(parts, found, strict=True)) <= budget
     lost = sum(part.lost(groups) for part, groups in zip(parts, found, strict=True))
-    # One price for all cannot reach every point of so small a problem.
-    assert lost <= 1.6 * best(parts, 64, budget, (2, 4, 8)) + 1e-6
+    # One price for all reaches the corners of the convex hull only, and does not see norms: 30 % of so small a budget.
+    assert best(parts, 64, budget, (2, 4, 8)) - 1e-4 <= lost <= best(parts, 64, 0.7 * budget, (2, 4, 8))
 
 
 def test_more_bytes_lose_less_and_are_spent():

@@ -142,7 +142,9 @@ class Window:
         if self.method.metric == "plain" or not self.coded:
             return unit
         spread = (values - values.mean(1, keepdim=True)).square().sum(-1).mean(1).sqrt()
-        return unit / spread.clamp_min(1e-10)[:, None, None]
+        # A head of one value throughout would make a metric that 16-bit bases cannot undo.
+        size = values.square().sum(-1).mean(1).sqrt()
+        return unit / torch.maximum(spread, 0.01 * size).clamp_min(1e-6)[:, None, None]
 
     def _weights(self, view: LayerView) -> Tensor:
         """What an error of each token costs, on average 1: (coded,)."""
