@@ -15,7 +15,13 @@ from kvfold.errors import KvfoldError
 from kvfold.hf import FoldedCache
 from kvfold.prompt import Template, context_length, cut_at, end_tokens, tokens_of
 
-GREEDY = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "repetition_penalty": 1.0}
+GREEDY: dict[str, Any] = {
+    "do_sample": False,
+    "temperature": 1.0,
+    "top_k": 50,
+    "top_p": 1.0,
+    "repetition_penalty": 1.0,
+}
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ def parts(model: nn.Module, attention: set[type[nn.Module]]) -> list[nn.Module]:
 
 def same_input(module: nn.Module) -> list[nn.Linear]:
     """The projections of queries, keys and values, in that order, if one launch can do all three."""
-    found = [getattr(module, name, None) for name in ("q_proj", "k_proj", "v_proj")]
+    found: list[Any] = [getattr(module, name, None) for name in ("q_proj", "k_proj", "v_proj")]
     linears = [one for one in found if type(one) is nn.Linear and one.bias is None and fast(one.weight)]
     whole = all(one.out_features % matvec.TOGETHER == 0 for one in linears)
     return linears if len(linears) == 3 and whole and len({one.in_features for one in linears}) == 1 else []
