@@ -27,6 +27,7 @@ _EXPORTS = {
     "XKV": "kvfold.methods",
     "SnapKV": "kvfold.methods",
     "KIVI": "kvfold.methods",
+    "KVSculpt": "kvfold.methods",
 }
 
 _ROOMS = ("evaluate",)
@@ -42,6 +43,7 @@ __all__ = [
     "Engine",
     "FoldedCache",
     "Full",
+    "KVSculpt",
     "Ledger",
     "Method",
     "PublishedRDKV",
@@ -74,6 +76,7 @@ if TYPE_CHECKING:
     from kvfold.methods import BlockGTQ as BlockGTQ
     from kvfold.methods import DBTrimKV as DBTrimKV
     from kvfold.methods import Full as Full
+    from kvfold.methods import KVSculpt as KVSculpt
     from kvfold.methods import PublishedRDKV as PublishedRDKV
     from kvfold.methods import SnapKV as SnapKV
     from kvfold.methods import make_method as make_method

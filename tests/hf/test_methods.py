@@ -15,12 +15,14 @@ from kvfold.ledger import tensors_in
 from kvfold.methods import (
     RKV,
     TOVA,
+    XKV,
     AdaKV,
     AttentionMatching,
     BlockGTQ,
     ExpectedAttention,
     KeyDiff,
     Knorm,
+    KVSculpt,
     MiniCache,
     PyramidKV,
     Random,
@@ -29,7 +31,6 @@ from kvfold.methods import (
     StreamingLLM,
     TurboQuant,
     Uniform,
-    XKV,
 )
 from kvfold.stores.base import Store
 from tests.tiny import left_pad, prompt, tiny_model
@@ -54,6 +55,7 @@ METHODS = {
     "turboquant": TurboQuant(bits=3, bias="mean", block_tokens=16),
     "blockgtq": BlockGTQ(keep=0.3, block_tokens=16),
     "select-fit": SelectFit(keep=0.35, sinks=2, window=8, ridge_to="own"),
+    "kvsculpt": KVSculpt(keep=0.35, sinks=2, window=8, steps=4, every=2),
     "minicache": MiniCache(start=0, gamma=0.2),
     "shadowkv": ShadowKV(rank=12, chunk=4, outlier_chunks=3, local_chunks=2),
     "xkv": XKV(keep=0.3, layers=2),
@@ -81,7 +83,7 @@ SELECTIONS = {
     "attention-matching": AttentionMatching(keep=0.35, sinks=2, window=8, ridge=1e-2),
 }
 """They fold by the same code as a method above, so a few architectures will do."""
-REFUSED = {("shadowkv", "deepseek_v3")}
+REFUSED = {("kvsculpt", "deepseek_v3"), ("shadowkv", "deepseek_v3")}
 methods = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 
 

@@ -29,6 +29,7 @@ from kvfold.methods.blockgtq import BlockGTQ
 from kvfold.methods.chain import Chain
 from kvfold.methods.dbtrimkv import DBTrimKV
 from kvfold.methods.full import Full
+from kvfold.methods.kvsculpt import KVSculpt
 from kvfold.methods.rdkv import RDKV
 from kvfold.methods.rdkv_published import PublishedRDKV
 from kvfold.methods.xkv import XKV
@@ -45,6 +46,7 @@ METHODS: dict[str, type[Method]] = {
         KeyDiff,
         KIVI,
         Knorm,
+        KVSculpt,
         MiniCache,
         PublishedRDKV,
         PyramidKV,
@@ -100,6 +102,7 @@ __all__ = [
     "DBTrimKV",
     "ExpectedAttention",
     "Full",
+    "KVSculpt",
     "KeyDiff",
     "Knorm",
     "LayerView",

@@ -97,14 +97,14 @@ def _recent_queries(view: LayerView, row: int, window: int) -> Tensor:
     return view.queries[row, :, view.queries.shape[2] - count :].float()
 
 
-def zones(target: Target, scores: Tensor, count: int, sinks: int, window: int) -> tuple[Tensor, Tensor]:
-    """Split `count` tokens into those to be fitted, best scores first, and those kept exact: the first and the newest.
+def zones(scores: Tensor, count: int, sinks: int, window: int) -> tuple[Tensor, Tensor]:
+    """Split `count` tokens, of those that have scores, into those to be fitted, best scores first, and those kept exact: the first and the newest.
 
     Returns
     -------
-    (chosen, exact) : int64 indices of the target's tokens
+    (chosen, exact) : int64 indices, ascending
     """
-    tokens = len(target.positions)
+    tokens = len(scores)
     index = torch.arange(tokens, device=scores.device)
     if count >= tokens:
         return index[:0], index

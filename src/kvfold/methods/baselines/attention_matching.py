@@ -57,7 +57,7 @@ class AttentionMatching(SelectFit):
 
     def _fit(self, target: Target, count: int) -> Kept:
         weights = target.weights
-        chosen, exact = zones(target, weights.square().mean(0), count, self.sinks, self.window)
+        chosen, exact = zones(weights.square().mean(0), count, self.sinks, self.window)
         if not len(chosen):
             return target.kept(exact, bias=torch.zeros(len(exact), device=exact.device))
         mass = torch.exp(target.logits - target.logits.amax(-1, keepdim=True))

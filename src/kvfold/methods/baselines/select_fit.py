@@ -113,7 +113,7 @@ class SelectFit(Method):
     def _fit(self, target: Target, count: int) -> Kept:
         """Fit one KV head."""
         weights = target.weights
-        chosen, exact = zones(target, weights.sum(0), count, self.sinks, self.window)
+        chosen, exact = zones(weights.sum(0), count, self.sinks, self.window)
         if not len(chosen):
             return target.kept(exact)
         index = torch.cat([chosen, exact])
