@@ -32,18 +32,19 @@ def best(parts, tokens, budget, widths):
     return least
 
 
-@pytest.mark.parametrize("budget", [700, 1000, 1500, 2200])
+@pytest.mark.parametrize("budget", [600, 800, 1000, 1400])
 @pytest.mark.parametrize("decay", [0.9, 0.3])
 def test_nearly_the_best_of_all_choices(budget, decay):
     parts = [
-        Components(100 * decay ** torch.arange(4.0), 30),
-        Components(40 * decay ** torch.arange(4.0), 50),
+        Components(100 * decay ** torch.arange(3.0), 30),
+        Components(40 * decay ** torch.arange(3.0), 50),
     ]
     found = fill(parts, 64, budget, (2, 4, 8), tile=1)
     assert sum(part.nbytes(groups, 64) for part, groups in zip(parts, found, strict=True)) <= budget
     lost = sum(part.lost(groups) for part, groups in zip(parts, found, strict=True))
-    # One price for all reaches the corners of the convex hull only, and does not see norms: 30 % of so small a budget.
-    assert best(parts, 64, budget, (2, 4, 8)) - 1e-4 <= lost <= best(parts, 64, 0.7 * budget, (2, 4, 8))
+    # One price for all reaches the corners of the convex hull only, and does not see norms: a third of so small a budget.
+    least, hedged = (best(parts, 64, share * budget, (2, 4, 8)) for share in (1, 0.66))
+    assert least - 1e-3 <= lost <= hedged + 1e-3
 
 
 def test_more_bytes_lose_less_and_are_spent():
