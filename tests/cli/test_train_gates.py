@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -110,3 +112,23 @@ def test_refusals(arguments, message, kvfold, model_folder, document, tmp_path):
     result = kvfold("train-gates", model_folder, *arguments)
     assert result.exit_code == 2, result.output
     assert message in result.stderr and "Traceback" not in result.stderr
+
+
+@pytest.mark.slow
+def test_two_processes_are_one_with_twice_the_batches(model_folder, document, tmp_path):
+    from kvfold.methods.gates import load_gates
+
+    command = tmp_path / "command.py"
+    command.write_text("from kvfold.cli import main; main()")
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    options = ["--text", document, "--tokens", "32", "--budget", "8", "--steps", "3", "--bias", "3"]
+    options += ["--width", "8", "--features", "2", "--lr", "0.01", "--device", "cpu"]
+    found = []
+    for start, accumulate in ((launch, "1"), ([], "2")):
+        output = tmp_path / f"{accumulate}.safetensors"
+        more = ["--accumulate", accumulate, "-o", output]
+        parts = [sys.executable, *start, command, "train-gates", model_folder, *options, *more]
+        subprocess.run(list(map(str, parts)), check=True)
+        found.append(load_gates(output).gates.state_dict())
+    for name, tensor in found[0].items():
+        assert torch.allclose(tensor, found[1][name], atol=2e-4), name

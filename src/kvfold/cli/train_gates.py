@@ -180,7 +180,10 @@ def _join_others() -> bool:
         from accelerate import PartialState
     except ImportError as error:
         raise KvfoldError("several processes need accelerate: pip install accelerate") from error
-    return bool(PartialState().is_main_process)
+    PartialState()
+    import torch
+
+    return torch.distributed.get_rank() == 0
 
 
 @contextmanager
