@@ -208,7 +208,7 @@ def test_question_after_a_folded_padded_batch(architecture, method):
     # One token at a time, so that the question itself stays exact and both paths are the decode path.
     found = steps(model, cache, question[:, 90:], full_mask)
     assert torch.allclose(found, steps(model, twin, question[:, 90:], full_mask), atol=2e-3)
-    if method.name == "blockgtq":
+    if "blockgtq" in (method.name, getattr(method, "then", method).name):
         return  # The rows of a batch share their widths.
     if method.name == "kivi":
         return  # One residual for the whole batch: a padded row's groups of 16 start elsewhere than when alone.
@@ -269,7 +269,8 @@ def test_chunks_change_nothing(architecture, method):
         assert len(untold.folded_layers[0].segments) == 1
         ledger = untold.ledger()
         assert ledger.folded_full_bytes == whole.ledger().folded_full_bytes
-        assert 0.9 * method.keep < ledger.folded_ratio <= method.keep
+        # A width more for one block of each head is a large part of so small a prompt.
+        assert 0.85 * method.keep < ledger.folded_ratio <= method.keep
 
 
 @methods_on("llama", "gemma3_text", "deepseek_v3", selections_on=["llama"])

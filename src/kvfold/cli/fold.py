@@ -45,7 +45,8 @@ def fold(
         typer.Option("--tokens", help="Budget instead of --keep: 16-bit tokens a head, payload only."),
     ] = None,
     bits: Annotated[
-        float | None, typer.Option("--bits", help="Width of codes, for methods that are told it: blockgtq, kivi, ...")
+        float | None,
+        typer.Option("--bits", help="Width of codes, for methods that are told it: blockgtq, kivi, ..."),
     ] = None,
     option: Annotated[
         list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="A method option; repeatable.")
