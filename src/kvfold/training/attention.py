@@ -108,8 +108,9 @@ def best_backend(model: Any, tokens: int = 256) -> Backend:
     states = [torch.randn(shape, **options).to(model.dtype) for shape in shapes]
     states.append(-torch.rand(1, kv_heads, tokens, **options) / 20)
     found = []
+    functions: tuple[Any, ...] = (attend, attend_flex)
     try:
-        for function in (attend, attend_flex):
+        for function in functions:
             leaves = [state.clone().requires_grad_() for state in states]
             output = function(*leaves, 1 / math.sqrt(dim))
             found.append([output, *torch.autograd.grad(output.float().square().sum(), leaves)])
