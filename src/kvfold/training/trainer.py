@@ -216,7 +216,9 @@ class Trainer:
                 f"a loss is not finite at step {self.step + 1}: lower lr, or load the model in bfloat16 or float32"
             )
         self.optimizer.step()
-        return Figures(self.step + 1, *means.tolist(), seconds=time.perf_counter() - start)
+        kl, ntp, capacity, beta, size, largest, smallest = means.tolist()
+        seconds = time.perf_counter() - start
+        return Figures(self.step + 1, kl, ntp, capacity, beta, size, largest, smallest, seconds)
 
     def _backward(self, ids: Tensor) -> Tensor:
         """Add a batch's gradients; returns its figures from `kl` to `smallest`."""
