@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import kvfold
+from kvfold.cli.options import changed_options
 from kvfold.methods import KIVI, RDKV, BlockGTQ, Chain, SelectFit, SnapKV, TurboQuant, make_method
 from kvfold.stores import CodedStore
 from tests.tiny import prompt, tiny_model
@@ -51,6 +52,7 @@ def test_plain_data_and_back():
     chain = SnapKV(keep=0.4) >> BlockGTQ(bits=4)
     data = chain.to_dict()
     assert data["first"]["method"] == "snapkv" and data["then"]["bits"] == 4
+    assert changed_options(data) == {"first": "snapkv:keep=0.4", "then": "blockgtq:bits=4"}
     name = data.pop("method")
     assert make_method(name, **data) == chain and data["first"]["method"] == "snapkv"
 

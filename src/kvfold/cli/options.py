@@ -148,15 +148,22 @@ def default_of(field: Field[Any]) -> Any:
 
 def changed_options(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Of a method as plain data (`Method.to_dict`, or read from JSON), the options that are not at their default."""
-    from kvfold.methods import METHODS
+    from kvfold.methods import METHODS, Chain
 
     given = {key: value for key, value in saved.items() if key != "method"}
+    if saved["method"] == Chain.name:
+        return {key: _label(part) for key, part in given.items()}
     if saved["method"] not in METHODS:
         return given
     defaults = {field.name: _plain(default_of(field)) for field in fields(METHODS[saved["method"]])}
     return {
         key: value for key, value in given.items() if key not in defaults or _plain(value) != defaults[key]
     }
+
+
+def _label(saved: Mapping[str, Any]) -> str:
+    options = ",".join(f"{key}={value}" for key, value in changed_options(saved).items())
+    return f"{saved['method']}:{options}" if options else saved["method"]
 
 
 def _plain(value: Any) -> Any:
