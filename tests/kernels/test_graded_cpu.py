@@ -10,9 +10,7 @@ from kvfold.kernels.reference import attend, merge
 from kvfold.stores.base import AttendContext
 from tests.stores.test_graded import CASES, GRADES, ROTARY, exact, random_store
 
-needs_loop = pytest.mark.skipif(
-    graded_cpu.available() is not None, reason=f"no C loop: {graded_cpu.available()}"
-)
+needs_loop = pytest.mark.skipif(graded_cpu.problem() is not None, reason=f"no C loop: {graded_cpu.problem()}")
 
 
 @pytest.fixture
@@ -126,7 +124,7 @@ def test_wide_heads_are_left_to_torch(monkeypatch):
 def test_without_a_compiler_torch_serves(monkeypatch, fresh):
     monkeypatch.setenv("PATH", str(fresh))
     monkeypatch.delenv("CC", raising=False)
-    assert "no C compiler" in graded_cpu.available()
+    assert "no C compiler" in graded_cpu.problem()
     store, *_ = random_store(only=GRADES)
     expected, found = both(monkeypatch, store)
     assert torch.equal(expected[0], found[0])
@@ -134,7 +132,7 @@ def test_without_a_compiler_torch_serves(monkeypatch, fresh):
 
 def test_a_compiler_that_fails_is_told(monkeypatch, fresh):
     monkeypatch.setenv("CC", "false")
-    assert "cannot compile" in graded_cpu.available()
+    assert "cannot compile" in graded_cpu.problem()
     assert not list(fresh.glob("*"))
 
 
@@ -145,7 +143,7 @@ def test_a_damaged_file_is_made_again(monkeypatch, fresh, damage):
     whole = path.read_bytes()
     path.unlink()
     path.write_bytes(whole[:-100] if damage is None else damage)
-    assert graded_cpu.available() is None
+    assert graded_cpu.problem() is None
     assert native.build(graded_cpu.NATIVE.source) == path and native.intact(path)
     assert list(fresh.iterdir()) == [path]
     store, *_ = random_store()
@@ -154,4 +152,4 @@ def test_a_damaged_file_is_made_again(monkeypatch, fresh, damage):
 
 def test_can_be_turned_off(monkeypatch):
     monkeypatch.setenv("KVFOLD_CPU_KERNEL", "0")
-    assert graded_cpu.available() == "KVFOLD_CPU_KERNEL is 0"
+    assert graded_cpu.problem() == "KVFOLD_CPU_KERNEL is 0"

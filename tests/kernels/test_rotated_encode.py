@@ -9,7 +9,7 @@ from kvfold.codecs.packing import packed_bytes, unpack
 from kvfold.codecs.rotated import RotatedCode
 from kvfold.kernels import rotated_encode
 
-pytestmark = pytest.mark.skipif(rotated_encode.NATIVE.available() is not None, reason="no C loop")
+pytestmark = pytest.mark.skipif(rotated_encode.NATIVE.problem() is not None, reason="no C loop")
 
 HEADS = {
     "one width": [((4, 64),)] * 3,

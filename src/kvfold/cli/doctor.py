@@ -54,7 +54,7 @@ def examine() -> dict[str, dict[str, Any]]:
     from kvfold.hf.support import MINIMUM_TRANSFORMERS
     from kvfold.kernels import graded_cpu
 
-    problem = graded_cpu.available()
+    problem = graded_cpu.problem()
     cuda = torch.cuda.is_available()
     fits = Version(transformers.__version__) >= Version(MINIMUM_TRANSFORMERS)
     flash = cuda and _installed("flash_attn")

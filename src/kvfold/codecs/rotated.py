@@ -7,9 +7,10 @@ channels permuted beforehand. Everything stays in rotated coordinates until a mi
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -54,6 +55,11 @@ class RotatedCode:
             raise ValueError(f"widths must be from 1 to 8, got {[width for width, _ in self.groups]}")
         if any(channels < 2 for _, channels in self.groups):
             raise ValueError("a rotation needs at least 2 channels in a group")
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> RotatedCode:
+        """From its fields as JSON gives them back, lists for tuples."""
+        return cls(**{**data, "groups": tuple((width, channels) for width, channels in data["groups"])})
 
     @property
     def dim(self) -> int:

@@ -51,7 +51,7 @@ def _declare(library: ctypes.CDLL) -> None:
 
 
 NATIVE = Native("graded_cpu.c", _declare)
-available = NATIVE.available
+problem = NATIVE.problem
 """None if the loop can be used, else the reason why not"""
 
 
@@ -136,7 +136,7 @@ class RowLoop:
             or queries > MAX_QUERIES
             or kind is None
             or query.device.type != "cpu"
-            or available()
+            or problem()
         ):
             return None
         tensors = {"query": query.contiguous()}

@@ -40,7 +40,7 @@ class Native:
         self._library: ctypes.CDLL | None = None
         self._problem: str | None = None
 
-    def available(self) -> str | None:
+    def problem(self) -> str | None:
         """None if the library can be used, else the reason why not. Compiles on the first call."""
         if os.environ.get("KVFOLD_CPU_KERNEL") == "0":
             return "KVFOLD_CPU_KERNEL is 0"
@@ -62,7 +62,7 @@ class Native:
 
     @property
     def library(self) -> ctypes.CDLL:
-        """The loaded library; only after `available` returned None."""
+        """The loaded library; only after `problem` returned None."""
         assert self._library is not None
         return self._library
 

@@ -166,7 +166,7 @@ def column_mass(
     if mask is not None and mask.shape[2] == 1 and bool(mask.all()):
         mask = None
     plain = mask is None and softcap is None and other_lse is None
-    loop = plain and query.device.type == "cpu" and not softmax_columns.NATIVE.available()
+    loop = plain and query.device.type == "cpu" and not softmax_columns.NATIVE.problem()
     low = loop and query.dtype == key.dtype == torch.bfloat16 and softmax_columns.low_precision_pays()
     key_t = (key if low else key.float()).transpose(-1, -2).contiguous()
     mass = torch.zeros(batch, key_heads, tokens, device=key.device)

@@ -87,7 +87,7 @@ def encode_heads(
         from kvfold.kernels import triton_rotated_encode
 
         return triton_rotated_encode.encode(x, codes, shares, order)
-    if x.device.type == "cpu" and x.shape[-1] <= MAX_DIM and not NATIVE.available():
+    if x.device.type == "cpu" and x.shape[-1] <= MAX_DIM and not NATIVE.problem():
         return _loop(x, codes, shares, order)
     return None
 

@@ -323,13 +323,7 @@ class CodedStore(RaggedStore):
 
     @classmethod
     def from_state(cls, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> CodedStore:
-        codes = {
-            name: [
-                RotatedCode(**{**code, "groups": tuple((w, n) for w, n in code["groups"])})
-                for code in meta[name]
-            ]
-            for name in ("keys", "values")
-        }
+        codes = {name: [RotatedCode.from_dict(code) for code in meta[name]] for name in ("keys", "values")}
         return super().from_state(tensors, {**meta, **codes})
 
     def _again(self) -> CodedStore:

@@ -245,10 +245,7 @@ class RotatedStore(TokenwiseStore):
             name: tuple(value) if isinstance(value, list) else value for name, value in meta.items()
         }
         for name in ("keys", "values"):
-            fields[name] = tuple(
-                RotatedCode(**{**code, "groups": tuple((w, n) for w, n in code["groups"])})
-                for code in meta[name]
-            )
+            fields[name] = tuple(RotatedCode.from_dict(code) for code in meta[name])
         return cls(RotatedLayout(**fields), tensors)
 
 

@@ -54,7 +54,7 @@ class RowAttention:
         before: Part | None = None,
     ) -> Part | None:
         """As `attend`, with a tail and what came before, by the C loop where it serves; see `graded_cpu.RowLoop`."""
-        if query.device.type != "cpu" or graded_cpu.available():
+        if query.device.type != "cpu" or graded_cpu.problem():
             return None
         layout, frame, around = self.layout, self.frame, None
         if self._loop is None:
