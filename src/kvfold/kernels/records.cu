@@ -5,7 +5,7 @@
 //  * Queries become 16-bit integers of one scale for each head and group of tiles. Their high and low bytes sit in neighbouring columns of the
 //    right operand: the eight columns are four heads, and S = 256 high + low is exact. So do softmax weights, of one scale for each record.
 //  * Every warp has a ring of records in shared memory, filled by bulk copies; no barrier of the block in the loop. Records are dealt out in turn.
-//  * The reference of the softmax moves only when a logit passes it by 2^16.
+//  * The reference of the softmax moves only when a warp's sum of weights passes 10^24, far below what a float holds.
 //  * One launch: the last block of a (row, KV head) merges what the others found.
 // Compiled for one HEAD_DIM, SETS of four query heads, WARPS a block and with or without BIAS.
 #include <cuda_fp16.h>
@@ -18,7 +18,7 @@ constexpr int TILES = HEAD_DIM / 16, HEADS = SETS * 4, TOKENS = 64, THREADS = WA
 constexpr int TILE_BYTES = TOKENS * 16 / 8, BOOK = 32, MOST_SPLITS = 128;
 constexpr int PASSES = (HEAD_DIM + 127) / 128, HEADS_A_WARP = (HEADS + WARPS - 1) / WARPS;
 constexpr uint32_t LOW_ONES = TILES >= 8 ? 0x11111111u : ((1u << 4 * (TILES & 7)) - 1) / 15, HIGH_ONES = TILES > 8 ? 0x11111111u >> 4 * (16 - TILES) : 0;
-constexpr float NOTHING = -1e30f, FAR = 65536.f;
+constexpr float NOTHING = -1e30f, FAR = 1e24f;
 enum Flag { KEY_NORMS = 1, MAGNITUDES = 2, LOGARITHMS = 4 };
 
 struct __align__(16) Work {    // of one block: records of one format; mirrored in records.py, as is Problem
@@ -42,7 +42,6 @@ struct Problem {
   float* lse;             // (row heads, group)
   int group, slot_bytes, stages, bias_stride;
   float scaling;          // times log2(e)
-  uint32_t two_16;        // 65536, which the compiler must not know: see upper_half
   Work common;            // where work is null
 };
 
@@ -95,8 +94,6 @@ DEVICE float log2_fast(float x) { float y; asm("lg2.approx.f32 %0, %1;" : "=f"(y
 DEVICE float inverse_of(float x) { float y; asm("rcp.approx.f32 %0, %1;" : "=f"(y) : "f"(x)); return x > 0.f ? y : 0.f; }
 DEVICE uint32_t transpose(uint32_t x) { uint32_t y; asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x)); return y; }
 DEVICE uint32_t permute(uint32_t a, uint32_t b, uint32_t s) { uint32_t y; asm("prmt.b32 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(s)); return y; }
-// x >> 16 by the multiplier: masks, shifts and permutations share one pipe, which is what bounds the kernel.
-DEVICE uint32_t upper_half(uint32_t x, uint32_t two_16) { return __umulhi(x, two_16); }
 DEVICE float max_over_rows(float x) {   // over the eight lanes of a column pair
 #pragma unroll
   for (int o = 4; o < 32; o *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, o));
@@ -117,7 +114,7 @@ template <int W> constexpr bool is_signed = W != 8;
 DEVICE int without_offset(int sum) { return (255 * sum) >> 1; }
 
 // A warp's 32 codes a lane, as eight registers of four levels; of width 4, of the second table in `b`.
-template <int W> DEVICE void levels(uint32_t (&a)[8], uint32_t (&b)[8], uint32_t codes, uint32_t book, int lane, uint32_t two_16) {
+template <int W> DEVICE void levels(uint32_t (&a)[8], uint32_t (&b)[8], uint32_t codes, uint32_t book, int lane) {
   if (W == 8) {
     const uint4 u = shared128(codes + lane * 16), v = shared128(codes + 512 + lane * 16);
     a[0] = u.x; a[1] = u.y; a[2] = u.z; a[3] = u.w; a[4] = v.x; a[5] = v.y; a[6] = v.z; a[7] = v.w;
@@ -127,8 +124,8 @@ template <int W> DEVICE void levels(uint32_t (&a)[8], uint32_t (&b)[8], uint32_t
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const uint32_t x = w[i] ^ 0x88888888u;
-      a[2 * i] = permute(t.x, t.y, w[i]); a[2 * i + 1] = permute(t.x, t.y, upper_half(w[i], two_16));
-      b[2 * i] = permute(t.z, t.w, x); b[2 * i + 1] = permute(t.z, t.w, upper_half(x, two_16));
+      a[2 * i] = permute(t.x, t.y, w[i]); a[2 * i + 1] = permute(t.x, t.y, w[i] >> 16);
+      b[2 * i] = permute(t.z, t.w, x); b[2 * i + 1] = permute(t.z, t.w, x >> 16);
     }
   } else {
     uint32_t w[4];
@@ -150,7 +147,7 @@ template <int W> DEVICE void levels(uint32_t (&a)[8], uint32_t (&b)[8], uint32_t
       for (int i = 0; i < 4; i++) w[i] = (u >> i) & 0x11111111u;
     }
 #pragma unroll
-    for (int i = 0; i < 4; i++) { a[2 * i] = permute(t.x, t.y, w[i]); a[2 * i + 1] = permute(t.x, t.y, upper_half(w[i], two_16)); }
+    for (int i = 0; i < 4; i++) { a[2 * i] = permute(t.x, t.y, w[i]); a[2 * i + 1] = permute(t.x, t.y, w[i] >> 16); }
   }
 }
 
@@ -178,11 +175,11 @@ DEVICE void ones(float (&x)[4][2]) {
 // ---- tiles of keys, all tiles of values ----
 
 // N tiles of one width that follow each other. Without branches between them, loads go ahead of products.
-template <int W, int N> DEVICE void keys(int (&c)[SETS][4][4], int (&offset)[SETS], uint32_t codes, uint32_t books, uint32_t query, uint32_t sums, int lane, uint32_t two_16) {
+template <int W, int N> DEVICE void keys(int (&c)[SETS][4][4], int (&offset)[SETS], uint32_t codes, uint32_t books, uint32_t query, uint32_t sums, int lane) {
 #pragma unroll
   for (int tile = 0; tile < N; tile++) {
     uint32_t a[8], b[8];
-    levels<W>(a, b, codes + tile * W * TILE_BYTES, books + tile * BOOK, lane, two_16);
+    levels<W>(a, b, codes + tile * W * TILE_BYTES, books + tile * BOOK, lane);
 #pragma unroll
     for (int s = 0; s < SETS; s++) {
       const uint32_t q = shared32(query + (s * TILES + tile) * 128);
@@ -196,7 +193,7 @@ template <int W, int N> DEVICE void keys(int (&c)[SETS][4][4], int (&offset)[SET
   }
 }
 
-template <int W> DEVICE void values(float (&o)[SETS][TILES][2], float (&offset)[SETS], uint32_t codes, uint32_t book, const uint32_t (&p)[SETS][4], const float (&unit)[SETS], int lane, uint32_t two_16) {
+template <int W> DEVICE void values(float (&o)[SETS][TILES][2], float (&offset)[SETS], uint32_t codes, uint32_t book, const uint32_t (&p)[SETS][4], const float (&unit)[SETS], int lane) {
   if (!is_signed<W>) {
     const uint32_t one[4] = {0x01010101u, 0x01010101u, 0x01010101u, 0x01010101u};
 #pragma unroll
@@ -210,7 +207,7 @@ template <int W> DEVICE void values(float (&o)[SETS][TILES][2], float (&offset)[
 #pragma unroll
   for (int tile = 0; tile < TILES; tile++) {
     uint32_t a[8], b[8];
-    levels<W>(a, b, codes + tile * W * TILE_BYTES, book, lane, two_16);
+    levels<W>(a, b, codes + tile * W * TILE_BYTES, book, lane);
 #pragma unroll
     for (int s = 0; s < SETS; s++) {
       int x[4] = {0, 0, 0, 0};
@@ -291,6 +288,7 @@ __global__ void __launch_bounds__(THREADS) attend(const Problem p) {
 #pragma unroll
   for (int k = 0; k < HEADS_A_WARP; k++) {
     const int h = warp + k * WARPS;
+    if (h >= HEADS) break;
     float most[PASSES];
 #pragma unroll
     for (int i = 0; i < PASSES; i++) {
@@ -318,7 +316,7 @@ __global__ void __launch_bounds__(THREADS) attend(const Problem p) {
       }
       sum += __shfl_xor_sync(~0u, sum, 1);
       sum += __shfl_xor_sync(~0u, sum, 2);
-      if (h < HEADS && tile < TILES) {
+      if (tile < TILES) {
         sh.query[h / 4][tile][(h % 4) * 8 + t] = high;
         sh.query[h / 4][tile][(h % 4) * 8 + 4 + t] = low;
         if (t == 0) { sh.sums[h][tile] = sum; sh.scales[h][tile] = peak * (1.f / 32512.f) * p.scaling; }
@@ -385,7 +383,7 @@ __global__ void __launch_bounds__(THREADS) attend(const Problem p) {
           taken[s] = 0;
         }
       };
-#define TILES_OF(W, N) keys<W, N>(c, taken, codes, book_at, tile_at, sum_at, lane, p.two_16)
+#define TILES_OF(W, N) keys<W, N>(c, taken, codes, book_at, tile_at, sum_at, lane)
       if (only) {
         const uint32_t book_at = books_at, tile_at = query_at, sum_at = sums_at;
         if (only == 4) TILES_OF(4, TILES);
@@ -436,28 +434,25 @@ __global__ void __launch_bounds__(THREADS) attend(const Problem p) {
     if (w.flags & MAGNITUDES) numbers(size, meta, g, w.flags & LOGARITHMS); else ones(size);
 #pragma unroll
     for (int s = 0; s < SETS; s++) {
-      float e[4][2], most = 0.f;
+      float e[4][2], most = 0.f, sum = l[s];
 #pragma unroll
-      for (int k = 0; k < 8; k++) { e[k / 2][k % 2] = exp2_fast(v[s][k / 2][k % 2] - m[s]); most = fmaxf(most, e[k / 2][k % 2]); }
-      if (__any_sync(~0u, most > FAR)) {
+      for (int k = 0; k < 8; k++) { e[k / 2][k % 2] = exp2_fast(v[s][k / 2][k % 2] - m[s]); sum += e[k / 2][k % 2]; }
+      if (__any_sync(~0u, sum > FAR)) {
         float peak = v[s][0][0];
 #pragma unroll
         for (int k = 1; k < 8; k++) peak = fmaxf(peak, v[s][k / 2][k % 2]);
         peak = fmaxf(max_over_rows(peak), m[s]);
         const float shrink = exp2_fast(m[s] - peak);
-        m[s] = peak; l[s] *= shrink; offset[s] *= shrink;
+        sum = l[s] * shrink;
+        m[s] = peak; offset[s] *= shrink;
 #pragma unroll
         for (int k = 0; k < TILES; k++) { o[s][k][0] *= shrink; o[s][k][1] *= shrink; }
 #pragma unroll
-        for (int k = 0; k < 8; k++) e[k / 2][k % 2] = exp2_fast(v[s][k / 2][k % 2] - peak);
+        for (int k = 0; k < 8; k++) { e[k / 2][k % 2] = exp2_fast(v[s][k / 2][k % 2] - peak); sum += e[k / 2][k % 2]; }
       }
-      most = 0.f;
+      l[s] = sum;
 #pragma unroll
-      for (int k = 0; k < 8; k++) {
-        l[s] += e[k / 2][k % 2];
-        v[s][k / 2][k % 2] = e[k / 2][k % 2] * size[k / 2][k % 2];
-        most = fmaxf(most, v[s][k / 2][k % 2]);
-      }
+      for (int k = 0; k < 8; k++) { v[s][k / 2][k % 2] = e[k / 2][k % 2] * size[k / 2][k % 2]; most = fmaxf(most, v[s][k / 2][k % 2]); }
       // A power of two that takes the largest just below 2^16; the factor beside it leaves room for rounding.
       const int exponent = max(__float_as_int(max_over_rows(most)) >> 23, 40);
       const float up = __int_as_float((269 - exponent) << 23) * 0.9990234375f;
@@ -469,11 +464,11 @@ __global__ void __launch_bounds__(THREADS) attend(const Problem p) {
 
     // ---- values: a lane has head t of each set, channels 16 tile + 8 j + g
     const uint32_t book_at = books_at + TILES * BOOK;
-    if (w.value_width == 4) values<4>(o, offset, codes, book_at, weights, unit, lane, p.two_16);
-    else if (w.value_width == 3) values<3>(o, offset, codes, book_at, weights, unit, lane, p.two_16);
-    else if (w.value_width == 2) values<2>(o, offset, codes, book_at, weights, unit, lane, p.two_16);
-    else if (w.value_width == 8) values<8>(o, offset, codes, book_at, weights, unit, lane, p.two_16);
-    else values<1>(o, offset, codes, book_at, weights, unit, lane, p.two_16);
+    if (w.value_width == 4) values<4>(o, offset, codes, book_at, weights, unit, lane);
+    else if (w.value_width == 3) values<3>(o, offset, codes, book_at, weights, unit, lane);
+    else if (w.value_width == 2) values<2>(o, offset, codes, book_at, weights, unit, lane);
+    else if (w.value_width == 8) values<8>(o, offset, codes, book_at, weights, unit, lane);
+    else values<1>(o, offset, codes, book_at, weights, unit, lane);
     __syncwarp();
     if (lane == 0 && i + p.stages < count) fetch(i + p.stages, stage);
     if (++stage == p.stages) { stage = 0; phase ^= 1; }

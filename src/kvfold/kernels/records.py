@@ -455,8 +455,8 @@ def _attend_records(
     stride = 0 if bias is None else bias.shape[2]
     given = _Problem(
         *(at(x) for x in (query, data, books, work, bias, partial, sums, arrived, output, lse)),
-        *(group, slot_bytes, stages, stride, scaling / math.log(2), 1 << 16),
-        (ctypes.c_int32 * 2)(),
+        *(group, slot_bytes, stages, stride, scaling / math.log(2)),
+        (ctypes.c_int32 * 3)(),
         (ctypes.c_int32 * 16)(*common),
     )
     with torch.cuda.device(query.device):
@@ -487,8 +487,7 @@ class _Problem(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("partial", "partial_sums", "arrived", "output", "lse")),
         *((name, ctypes.c_int32) for name in ("group", "slot_bytes", "stages", "bias_stride")),
         ("scaling", ctypes.c_float),
-        ("two_16", ctypes.c_uint32),
-        ("padding", ctypes.c_int32 * 2),  # `common` is aligned to 16 bytes
+        ("padding", ctypes.c_int32 * 3),  # `common` is aligned to 16 bytes
         ("common", ctypes.c_int32 * 16),
     ]
 
