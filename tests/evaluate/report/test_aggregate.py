@@ -12,8 +12,9 @@ from tests.evaluate.report.synthetic import grid, row, run
 
 from kvfold.errors import KvfoldError
 from kvfold.evaluate.report import aggregate
-from kvfold.evaluate.report.aggregate import OURS, levels, smallest_good
+from kvfold.evaluate.report.aggregate import OURS
 from kvfold.evaluate.report.bits import head_bits
+from kvfold.evaluate.report.levels import levels, smallest_good
 
 
 def entry(setting, method, budget=None):

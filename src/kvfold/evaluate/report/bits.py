@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvfold.evaluate.report.samples import Place, is_ours
+from kvfold.evaluate.results import Row
+
 
 @dataclass(frozen=True)
 class BitMap:
@@ -53,6 +56,30 @@ def head_bits(widths: list[Any], tokens: int) -> tuple[list[list[float]], list[l
         keys.append([key for key, _ in pairs])
         values.append([value for _, value in pairs])
     return keys, values
+
+
+def bit_maps(place: Place, rows: list[Row], highlighted: frozenset[str]) -> list[BitMap]:
+    """Of each method and budget, the longest prompt whose widths were kept."""
+    longest: dict[tuple[str, str], Row] = {}
+    for row in rows:
+        if row.widths is not None and any(row.widths) and row.prompt_tokens:
+            key = (row.cell.method, row.cell.budget)
+            if key not in longest or row.prompt_tokens > longest[key].prompt_tokens:
+                longest[key] = row
+    maps = []
+    for row in sorted(
+        longest.values(),
+        key=lambda r: (not is_ours(r.cell.method, highlighted), r.cell.method, -(r.ratio or 0.0)),
+    ):
+        keys, values = head_bits(row.widths or [], row.prompt_tokens)
+        cell = row.cell
+        ours = is_ours(cell.method, highlighted)
+        maps.append(
+            BitMap(
+                *place, cell.method, cell.budget, cell.task, row.prompt_tokens, ours, row.ratio, keys, values
+            )
+        )
+    return maps
 
 
 def _mean_bits(head: Mapping[str, Mapping[Any, int]], tokens: int) -> tuple[float, float]:

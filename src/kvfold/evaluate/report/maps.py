@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from markupsafe import Markup
 
 from kvfold.evaluate.report import words
-from kvfold.evaluate.report.aggregate import NeedleMap
 from kvfold.evaluate.report.bits import BitMap
+from kvfold.evaluate.report.needles import NeedleMap
 from kvfold.evaluate.report.svg import tag, text
 
 

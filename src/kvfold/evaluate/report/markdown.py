@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from kvfold.evaluate.report import words
-from kvfold.evaluate.report.aggregate import Entry, Report, Setting, levels
+from kvfold.evaluate.report.aggregate import Report
+from kvfold.evaluate.report.levels import levels
 from kvfold.evaluate.report.page import columns, models, remark, scope, sizes
+from kvfold.evaluate.report.settings import Entry, Setting
 from kvfold.evaluate.report.statistics import Estimate
 
 

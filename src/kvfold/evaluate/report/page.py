@@ -8,20 +8,14 @@ from importlib.resources import files
 from typing import Any
 
 from kvfold.evaluate.report import words
-from kvfold.evaluate.report.aggregate import (
-    FULL,
-    Entry,
-    NeedleMap,
-    Report,
-    Setting,
-    levels,
-    protocol_name,
-    retained,
-    smallest_good,
-)
+from kvfold.evaluate.report.aggregate import Report
 from kvfold.evaluate.report.bits import BitMap
+from kvfold.evaluate.report.levels import levels, retained, smallest_good
 from kvfold.evaluate.report.maps import bit_map, bit_summary, needle_map
+from kvfold.evaluate.report.needles import NeedleMap
 from kvfold.evaluate.report.pareto import chart, drawable, looks, marker
+from kvfold.evaluate.report.samples import FULL
+from kvfold.evaluate.report.settings import Entry, Setting, protocol_name
 from kvfold.evaluate.report.statistics import RESAMPLES
 
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from kvfold.evaluate.report import words
-from kvfold.evaluate.report.aggregate import FULL, Entry, Setting
+from kvfold.evaluate.report.samples import FULL
+from kvfold.evaluate.report.settings import Entry, Setting
 from kvfold.evaluate.report.statistics import Estimate
 from kvfold.evaluate.report.svg import FONT, Scale, padded, tag, text, width_of
 
