@@ -17,6 +17,7 @@ from kvfold.hf.fingerprint import fingerprint
 from kvfold.hf.support import CACHE_KEYWORD, cache_shape, folds, stock_layers
 from kvfold.methods.dbtrimkv import DBTrimKV, future_worth
 from kvfold.methods.gates import (
+    SHIPPED,
     GateConfig,
     RetentionGates,
     TrainedGates,
@@ -548,6 +549,21 @@ def test_gates_of_another_model(gates_file):
 def test_no_gates():
     with pytest.raises(KvfoldError, match="kvfold train-gates"):
         fold(tiny_model("llama"), prompt(60), DBTrimKV(gates="missing.safetensors"))
+
+
+def test_gates_of_the_package():
+    files = sorted(SHIPPED.glob("*.safetensors"))
+    assert [file.stem for file in files] == [DBTrimKV().gates]
+    for file in files:
+        assert file.stat().st_size <= 6e6
+        trained = load_gates(file.stem)
+        assert trained.fingerprint and trained.facts["texts"] and trained.facts["train"]["seed"] == 0
+        assert trained.gates.config.tie == "all"
+
+
+def test_gates_of_the_package_and_another_model():
+    with pytest.raises(KvfoldError, match=r"another model.*kvfold train-gates"):
+        fold(tiny_model("llama"), prompt(60), DBTrimKV(keep=0.5))
 
 
 def test_a_cache_that_watches_no_model(gates_file):
