@@ -16,7 +16,7 @@ from kvfold.codecs.rotated import RotatedCode
 from kvfold.errors import BudgetError, KvfoldError
 from kvfold.methods.base import LayerView, Method, Needs, check_block
 from kvfold.methods.energies import Energies, Energy, Score, without_sinks, worth
-from kvfold.methods.keybias import KeyBias, key_constant, stride_of
+from kvfold.methods.keybias import KeyBias, key_constant
 from kvfold.stores.base import Store
 from kvfold.stores.coded import CodedStore
 from kvfold.stores.rotated import RotatedLayout, RotatedStore, without_constant
@@ -227,11 +227,10 @@ class BlockGTQ(Method):
         """Of the calibration, or of the prompt itself."""
         if self.calibration is not None:
             return self._calibration().layer(view)
-        stride = stride_of(view.tokens)
-        keys = view.keys[:, :, ::stride]
+        keys = view.keys.float()
         if constant is not None:
-            keys = without_constant(keys, constant, view.rotary, shifts_of(view.positions), stride)
-        return Energy.of(view, keys, stride)
+            keys = without_constant(keys, constant, view.rotary, shifts_of(view.positions))
+        return Energy.of(view, keys)
 
     def _calibrate(
         self, view: LayerView, constant: Tensor | None, tokens: int, valid: Tensor

@@ -51,11 +51,10 @@ class Energy:
     partner: Tensor
 
     @classmethod
-    def of(cls, view: LayerView, keys: Tensor, stride: int = 1) -> Energy:
-        """From a view with sampled queries, and every `stride`-th of its keys (batch, kv_heads, n, key_dim) as coded."""
+    def of(cls, view: LayerView, keys: Tensor) -> Energy:
+        """From a view with sampled queries, and its keys (batch, kv_heads, tokens, key_dim) as they will be coded."""
         partner = partner_of(view.rotary, keys.shape[-1], keys.device)
-        some = replace(view, keys=keys, valid=view.valid[:, :, ::stride])
-        return cls(sampled_energy(view).mean(0), key_energy(some).mean(0), partner)
+        return cls(sampled_energy(view).mean(0), key_energy(view, keys).mean(0), partner)
 
     def blocks(self, score: Score) -> Tensor:
         """The two channels of each block of a head, (kv_heads, blocks, 2) int64.

@@ -12,13 +12,8 @@ from kvfold.stores.rotated import RotatedStore
 
 KeyBias = Literal["out", "mean", "in"]
 """Take out the bias of the model's key projection, the prompt's mean key before RoPE, or nothing."""
-SAMPLED = 512
-"""Tokens, evenly spread, that means and energies are taken over, or up to twice as many: more hardly move them."""
-
-
-def stride_of(tokens: int) -> int:
-    """From one of the evenly spread tokens to the next."""
-    return max(1, tokens // SAMPLED)
+MEAN_OF = 1024
+"""Tokens, evenly spread, that the mean is taken over: any constant is put back exactly, and more tokens hardly move it."""
 
 
 def key_constant(view: LayerView, bias: KeyBias) -> Tensor | None:
@@ -39,7 +34,7 @@ def key_constant(view: LayerView, bias: KeyBias) -> Tensor | None:
             return None
         mean = view.key_bias.float().expand(len(view.keys), -1, -1)
     else:
-        some = slice(None, None, stride_of(view.tokens))
+        some = slice(None, None, max(1, view.tokens // MEAN_OF))
         keys, positions = view.keys[:, :, some].float(), view.positions[:, some]
         if view.rotary is not None:
             keys = torch.stack(

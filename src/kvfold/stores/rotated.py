@@ -99,7 +99,7 @@ class RotatedStore(TokenwiseStore):
         buffers = {**extra, **_exact_sinks(keys, values, layout)}
         rotary = rotary_for(layout.turned, rotary)
         if "key_mean" in extra:
-            keys = without_constant(keys, extra["key_mean"], rotary, layout.shifts)
+            keys = without_constant(keys.float(), extra["key_mean"], rotary, layout.shifts)
         for name, x, codes in (("key", keys, layout.keys), ("value", values, layout.values)):
             order = extra.get(f"{name}_order")
             done = encode_heads(x, codes, extra.get(f"{name}_shares"), order)
@@ -273,15 +273,9 @@ def _exact_sinks(keys: Tensor, values: Tensor, layout: RotatedLayout) -> dict[st
     return found
 
 
-def without_constant(
-    keys: Tensor, mean: Tensor, rotary: Rotary | None, shifts: Sequence[int], stride: int = 1
-) -> Tensor:
-    """Keys less a constant (rows, kv_heads, key_dim), turned by RoPE if it is given; float32.
-
-    keys : (rows, kv_heads, tokens, key_dim), `stride` positions from one to the next.
-    """
-    tokens = (keys.shape[2] - 1) * stride + 1
-    turned = [_turned(mean[row], rotary, tokens, shift)[:, ::stride] for row, shift in enumerate(shifts)]
+def without_constant(keys: Tensor, mean: Tensor, rotary: Rotary | None, shifts: Sequence[int]) -> Tensor:
+    """Keys (rows, kv_heads, tokens, key_dim) less a constant (rows, kv_heads, key_dim), turned by RoPE if it is given."""
+    turned = [_turned(mean[row], rotary, keys.shape[2], shift) for row, shift in enumerate(shifts)]
     return keys - torch.stack(turned)
 
 
