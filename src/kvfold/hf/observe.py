@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvfold.kernels.reference import column_mass
+from kvfold.kernels.column_sums import column_sums
 from kvfold.methods.base import Needs
 
 
@@ -64,14 +64,12 @@ class PromptObserver:
             self.sampled.append(query[:, :, index - first].clone())
             self.sampled_index.append(index)
         if self.needs.all_queries:
-            causal = (
-                torch.arange(tokens, device=key.device)
-                <= torch.arange(first, tokens, device=key.device)[:, None]
-            )
-            real = valid.any(1)[:, first:]
-            mask = causal & valid[:, :, None, :] & real[:, None, :, None]
-            mass = column_mass(query, key, scaling, mask, softcap, other_lse, kv_heads)
-            seen = (mask.any(1)).sum(1).float()
+            any_valid = valid.any(1)
+            real = any_valid[:, first:]
+            last = torch.arange(first, tokens, device=key.device).masked_fill(~real, -1)
+            mass = column_sums(query, key, scaling, valid, last, softcap, other_lse, kv_heads=kv_heads)
+            seen = real.flip(1).cumsum(1).flip(1).float()
+            seen = torch.cat([seen[:, :1].expand(-1, first), seen], 1) * any_valid
             if self.mass is not None and self.seen_by is not None:
                 mass[:, :, : self.mass.shape[2]] += self.mass
                 seen[:, : self.seen_by.shape[1]] += self.seen_by

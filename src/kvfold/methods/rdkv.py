@@ -28,8 +28,8 @@ from kvfold.allocate.price import allocate_at_one_price, bytes_at_prices
 from kvfold.codecs.affine import dequantise, quantise
 from kvfold.codecs.codebook import decode, encode, gaussian_levels
 from kvfold.errors import BudgetError
+from kvfold.kernels.column_sums import column_sums
 from kvfold.kernels.position_bias import turned_rows
-from kvfold.kernels.reference import column_mass
 from kvfold.methods.base import LayerView, Method, Needs
 from kvfold.methods.scores import keys_for_scores, query_energy, smooth, window_mass
 from kvfold.stores.base import Store
@@ -173,14 +173,14 @@ class RDKV(Method):
             assert view.sampled_index is not None
             index, keys, kv_heads = view.sampled_index, keys_for_scores(view), view.keys.shape[1]
             rows = [
-                column_mass(
+                column_sums(
                     query[None].to(keys.dtype),
                     keys[row : row + 1],
                     view.scaling,
-                    view.valid[row : row + 1, :, None].expand(-1, -1, query.shape[1], -1),
-                    view.softcap,
-                    kv_heads=kv_heads,
+                    view.valid[row : row + 1],
+                    softcap=view.softcap,
                     squared=True,
+                    kv_heads=kv_heads,
                 )
                 / query.shape[1]
                 for row, query in enumerate(future)
