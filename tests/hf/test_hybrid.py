@@ -8,8 +8,9 @@ from functools import cache
 import pytest
 import torch
 from transformers import DynamicCache
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from kvfold import RDKV, Full, PublishedRDKV, fold
+from kvfold import RDKV, BlockGTQ, Full, PublishedRDKV, fold
 from kvfold.errors import KvfoldError
 from kvfold.hf import CACHE_KEYWORD, FoldedCache, check_supported
 from kvfold.hf.layer import FoldedLayer
@@ -72,6 +73,32 @@ def test_linear_layers_after_fold():
     expected = generate(model, ids, reference, attention_mask=mask)
     assert torch.equal(expected, generate(model, ids, folded, attention_mask=mask))
     assert torch.equal(expected, generate(model, ids, twin, attention_mask=mask))
+
+
+@pytest.mark.parametrize(
+    "method", [RDKV(keep=1.0), BlockGTQ(bits=8, norm_bits=16), Full()], ids=lambda m: m.name
+)
+@pytest.mark.parametrize("wide", [32, 512])
+def test_heads_of_two_sizes(method, wide):
+    """Gemma 4: full layers have wider heads than sliding ones, and only full layers fold."""
+    if "gemma4_text" not in CONFIG_MAPPING:
+        pytest.skip("this transformers has no Gemma 4")
+    model = tiny_model.__wrapped__(
+        "gemma4_text",
+        head_dim=16,
+        global_head_dim=wide,
+        layer_types=["sliding_attention", "full_attention", "full_attention"],
+        hidden_size_per_layer_input=0,
+        vocab_size_per_layer_input=128,
+        num_kv_shared_layers=0,
+    )
+    ids, more = prompt(80), prompt(5, seed=1)
+    cache = fold(model, ids, method)
+    assert {layer.segments[0].store.key_dim for layer in cache.folded_layers} == {wide}
+    with torch.no_grad():
+        full = model(torch.cat([ids, more], 1)).logits[:, 80:]
+        folded = model(more, **{CACHE_KEYWORD: cache}).logits
+    assert (folded - full).norm() < 0.06 * full.norm()
 
 
 def test_linear_layers_need_the_config_beforehand():

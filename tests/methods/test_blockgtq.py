@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -10,9 +12,10 @@ from kvfold import fold
 from kvfold.codecs.codebook import integer_levels
 from kvfold.codecs.rotation import hadamard
 from kvfold.errors import BudgetError, KvfoldError
+from kvfold.evaluate.energies import block_energies
 from kvfold.hf.bias import key_bias_of
 from kvfold.hf.support import CACHE_KEYWORD
-from kvfold.methods import BlockGTQ, TurboQuant
+from kvfold.methods import BlockGTQ, SnapKV, TurboQuant
 from tests.methods.baselines.views import view
 from tests.tiny import prompt, tiny_model
 
@@ -280,3 +283,86 @@ def test_what_does_not_fit_is_told_before_work():
     assert fold(tiny_model("llama"), prompt(90), BlockGTQ(keep=least)).ledger().folded_ratio <= least
     with pytest.raises(BudgetError, match="padding is stored too"):
         BlockGTQ(keep=0.2).fold([skewed(pads=(50, 50))])
+
+
+# ---- what once went wrong ----
+
+
+@pytest.mark.parametrize("dim", [64, 256, 512])
+def test_wide_heads(dim):
+    """Channels past 256 have indices too."""
+    model = tiny_model("llama", head_dim=dim, num_hidden_layers=2)
+    ids, more = prompt(80), prompt(5, seed=1)
+
+    def logits(cache):
+        with torch.no_grad():
+            return model(more, **{CACHE_KEYWORD: cache}).logits
+
+    with torch.no_grad():
+        full = model(torch.cat([ids, more], 1)).logits[:, 80:]
+    cache = fold(model, ids, BlockGTQ(bits=8, norm_bits=16))
+    for layer in cache.folded_layers:
+        order = layer.segments[0].store.tensors()["key_order"]
+        assert (order.long().sort(-1).values == torch.arange(dim)).all()
+    assert (logits(cache) - full).norm() < 0.01 * full.norm()
+    kept = fold(model, ids, SnapKV(keep=1.0))
+    exact = logits(kept)
+    coded = logits(fold(model, ids, SnapKV(keep=1.0) >> BlockGTQ(bits=8, norm_bits=16)))
+    assert (coded - exact).norm() < 0.01 * exact.norm()
+
+
+def test_padding_does_not_move_the_units_of_norms():
+    padded = view(tokens=60, pads=(40,))
+    padded.keys[:, :, :40] *= 30
+    padded.values[:, :, :40] *= 30
+    alone = replace(
+        padded,
+        keys=padded.keys[:, :, 40:],
+        values=padded.values[:, :, 40:],
+        valid=padded.valid[:, :, 40:],
+        positions=padded.positions[:, 40:],
+        sampled=padded.sampled[:, :, 14:],
+        sampled_index=padded.sampled_index[14:] - 40,
+    )
+    method = BlockGTQ(bits=4, bias="in", sinks=0)
+    units = [method.fold([one])[0].tensors() for one in (padded, alone)]
+    for name in ("key_units", "value_units"):
+        assert torch.allclose(units[0][name], units[1][name], rtol=1e-3)
+
+
+@pytest.mark.parametrize("short", [1, 2, 3])
+def test_short_rows_have_a_mean_of_their_own(short):
+    one = view(tokens=2500, pads=(2500 - short, 0), kv_heads=1, group=1)
+    one.keys += 40
+    (store,) = BlockGTQ(bits=4, bias="mean", sinks=0).fold([one])
+    kept, want = store.kept(0, 0, one.rotary), one.keys[0, 0, -short:]
+    assert (kept.keys - want).norm() < 0.1 * want.norm()
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize(
+    "options", [dict(), dict(tile=16), dict(tile=8, norm_bits=16), dict(norms="token", tile=4)]
+)
+def test_the_least_budget_that_is_named_is_enough(batch, options):
+    model = tiny_model("llama")
+    with pytest.raises(BudgetError, match="at least") as error:
+        fold(model, prompt(100, batch), BlockGTQ(keep=0.001, **options))
+    least = float(str(error.value).split("keep=")[1].split()[0]) + 1e-4
+    assert fold(model, prompt(100, batch), BlockGTQ(keep=least, **options)).ledger().folded_ratio <= least
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e25])
+def test_energies_whose_product_is_no_float(tmp_path, scale):
+    model, path = tiny_model("llama"), tmp_path / "energies.safetensors"
+    found = block_energies(model, prompt(90), bias="mean", text="t")
+    layers = {
+        index: replace(one, query=one.query * scale, key=one.key * scale)
+        for index, one in found.layers.items()
+    }
+    path.write_bytes(replace(found, layers=layers).to_bytes())
+
+    def codes(**options):
+        cache = fold(model, prompt(90), BlockGTQ(bits=3, **options))
+        return [layer.segments[0].store.layout.keys for layer in cache.folded_layers]
+
+    assert codes(calibration=str(path)) == codes(sampled=90)

@@ -101,7 +101,7 @@ def test_generated_tokens_and_saved_files_keep_the_choice(tmp_path):
 
 
 def test_refused():
-    with pytest.raises(ValueError, match="'auto'"):
+    with pytest.raises(ValueError, match=r"widths must be .*auto"):
         PublishedRDKV(keep=0.3, widths="fine")
     with pytest.raises(ValueError, match=r"no entry for width \[2\]"):
         PublishedRDKV(keep=0.3, widths="auto", value_error=((0, 1.0), (4, 0.01), (8, 1e-5)))

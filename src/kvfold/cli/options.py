@@ -8,6 +8,7 @@ from dataclasses import MISSING, Field, fields
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from kvfold.errors import KvfoldError
+from kvfold.methods.options import describe
 
 _BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
@@ -121,20 +122,6 @@ def _parse_one(text: str, kind: Any) -> Any:
     if kind in (int, float, str):
         return kind(text)
     raise TypeError
-
-
-def describe(kind: Any) -> str:
-    """A field's type as words for help and errors."""
-    if get_origin(kind) in (Union, types.UnionType):
-        return " or ".join(describe(part) for part in get_args(kind))
-    if kind is type(None):
-        return "none"
-    if get_origin(kind) is Literal:
-        return "|".join(str(choice) for choice in get_args(kind))
-    if get_origin(kind) in (tuple, list):
-        parts = [describe(part) for part in get_args(kind) if part is not Ellipsis]
-        return f"{','.join(parts)},..."
-    return getattr(kind, "__name__", str(kind))
 
 
 def default_of(field: Field[Any]) -> Any:

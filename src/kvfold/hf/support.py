@@ -116,6 +116,9 @@ class CacheShape:
 def cache_shape(config: Any) -> CacheShape:
     """Cache shape from a config; for multi-head latent attention, one head: rotary part and latent."""
     config = text_config(config)
+    if getattr(config, "is_heterogeneous", False):  # layers differ (Gemma 4): those that fold decide
+        of_layer = zip(config.per_layer_config, stock_layers(config), strict=False)
+        config = next((own for own, layer in of_layer if folds(layer)), config.per_layer_config[0])
     latent = getattr(config, "kv_lora_rank", None)
     if latent:
         return CacheShape(1, int(config.qk_rope_head_dim), int(latent))

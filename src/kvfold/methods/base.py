@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 
+from kvfold.methods.options import check_options
 from kvfold.stores.base import Expand, Rotary, Store
 
 
@@ -167,6 +168,9 @@ class Method(ABC):
     budgets: ClassVar[tuple[str, ...]] = ("keep", "bits_per_element", "tokens")
     leaves_tokens: ClassVar[bool] = False
     recodes: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
     @property
     def granularity(self) -> Literal["layer", "window", "model"]:

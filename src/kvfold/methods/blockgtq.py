@@ -19,6 +19,7 @@ from kvfold.methods.energies import Energies, Energy, Score, without_sinks, wort
 from kvfold.methods.keybias import KeyBias, key_constant
 from kvfold.stores.base import Store
 from kvfold.stores.coded import CodedStore
+from kvfold.stores.ragged import channel_dtype
 from kvfold.stores.rotated import RotatedLayout, RotatedStore, without_constant
 from kvfold.stores.tokenwise import padding_of, shifts_of
 
@@ -103,6 +104,7 @@ class BlockGTQ(Method):
     block_tokens: int = 64
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         given = [name for name in ("bits", "keep", "bits_per_element") if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(f"give one of bits, keep and bits_per_element, got {', '.join(given)}")
@@ -248,7 +250,9 @@ class BlockGTQ(Method):
         channels = blocks.gather(1, order[..., None].expand_as(blocks)).flatten(1)
         groups = [groups_of(one) for one in widths]
         codes = tuple(RotatedCode(one, norms=self.norms, rotation=self.rotation) for one in groups)
-        constants = {"key_order": channels.to(torch.uint8).expand(rows, -1, -1).contiguous()}
+        constants = {
+            "key_order": channels.to(channel_dtype(channels.shape[1])).expand(rows, -1, -1).contiguous()
+        }
         if self.norms == "token":
             sizes = key.gather(1, order)
             shares = key.new_zeros(heads, max(map(len, groups)))
@@ -274,7 +278,8 @@ class BlockGTQ(Method):
         a_token = have // (len(real) * tokens)
         # In bits of a block, which are two of the code's.
         norm = self.norm_bits // 2 if self.norms == "group" else 0
-        least = min(self.widths) * blocks + norm
+        pairs = self.tile // 2
+        least = min(self.widths) * blocks + -(-norm // pairs) * pairs
         most = max(self.widths) * blocks + norm * (self.most_widths or 8)
         # Of the payload, beside a norm of each key and value.
         average = (8 * a_token / heads - 2 * self.norm_bits) / (key_dim + value_dim)
@@ -327,7 +332,8 @@ class BlockGTQ(Method):
         shares, norms = (2 * groups, 1) if self.norms == "token" else (0, groups)
         units = 4 * (norms + 1) if self.norm_bits == 8 else 0
         exact = 2 * self.sinks * (key_dim + value_dim)
-        return heads * (key_dim + 2 * key_dim * (self.bias != "in") + shares + units + exact)
+        order = key_dim * channel_dtype(key_dim).itemsize
+        return heads * (order + 2 * key_dim * (self.bias != "in") + shares + units + exact)
 
 
 def groups_of(widths: Tensor) -> tuple[tuple[int, int], ...]:

@@ -37,6 +37,7 @@ class Chain(Method):
     then: Method
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.then.recodes:
             raise ValueError(
                 f"{self.then.name} cannot code what another method keeps: use blockgtq or turboquant"

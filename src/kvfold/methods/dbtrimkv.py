@@ -82,6 +82,7 @@ class DBTrimKV(Method):
     least: int = 1
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         names = ("tokens", "total", "keep", "memory", "threshold")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if len(given) > 1:

@@ -83,6 +83,7 @@ class Energy:
 
 def worth(query: Tensor, key: Tensor, score: Score) -> Tensor:
     """What bits are worth where queries and keys have these energies."""
+    query, key = query.double(), key.double()  # products of float32 may be none
     return query * key if score == "product" else (query + key) / 2
 
 

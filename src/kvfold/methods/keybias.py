@@ -34,13 +34,14 @@ def key_constant(view: LayerView, bias: KeyBias) -> Tensor | None:
             return None
         mean = view.key_bias.float().expand(len(view.keys), -1, -1)
     else:
-        some = slice(None, None, max(1, view.tokens // MEAN_OF))
-        keys, positions = view.keys[:, :, some].float(), view.positions[:, some]
-        if view.rotary is not None:
-            keys = torch.stack(
-                [view.rotary.unrotate(row, where) for row, where in zip(keys, positions, strict=True)]
-            )
-        real = view.valid[:, :, some, None].float()
-        mean = (keys * real).sum(2) / real.sum(2).clamp_min(1)
+        means = []
+        for row, count in enumerate(view.real_tokens):
+            some = slice(view.tokens - count, None, max(1, count // MEAN_OF))
+            keys = view.keys[row, :, some].float()
+            if view.rotary is not None:
+                keys = view.rotary.unrotate(keys, view.positions[row, some])
+            real = view.valid[row, :, some, None].float()
+            means.append((keys * real).sum(1) / real.sum(1).clamp_min(1))
+        mean = torch.stack(means)
     narrow = float(mean.abs().max()) < torch.finfo(torch.float16).max
     return mean.to(torch.float16 if narrow else torch.bfloat16).contiguous()

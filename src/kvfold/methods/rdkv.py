@@ -34,6 +34,7 @@ from kvfold.methods.base import LayerView, Method, Needs
 from kvfold.methods.scores import keys_for_scores, query_energy, smooth, window_mass
 from kvfold.stores.base import Store
 from kvfold.stores.graded import Frame, GradedLayout, GradedStore, normal_keys, normal_values
+from kvfold.stores.ragged import channel_dtype
 
 GAUSSIAN_ERROR = (1.0, 0.3634, 0.1175, 0.03454, 0.009497, 0.002499, 0.000641, 0.000163, 0.000041)
 """Relative squared error of the Lloyd-Max quantiser of N(0, 1) at 0 to 8 bits."""
@@ -95,6 +96,7 @@ class RDKV(Method):
     block_tokens: int = 64
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.budget  # noqa: B018 (raises on a bad budget)
         if not self.widths or any(width not in range(1, 9) for width in self.widths):
             raise ValueError(f"widths must be chosen from 1 to 8, got {self.widths}")
@@ -366,7 +368,7 @@ class RDKV(Method):
             key_deviation=deviation,
             value_mean=value_mean,
             value_magnitude=magnitude,
-            order=order.to(torch.uint8),
+            order=order.to(channel_dtype(layout.key_dim)),
             key_counts=counts.to(torch.int16),
             value_bits=value_bits.to(torch.uint8).contiguous(),
         )

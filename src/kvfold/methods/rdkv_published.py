@@ -126,6 +126,7 @@ class PublishedRDKV(Method):
     block_tokens: int = 64
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.budget  # noqa: B018 (raises on a bad budget)
         widths = {width for widths in self._width_sets for width in widths}
         if not widths or not widths <= {1, 2, 3, 4, 5, 6, 7, 8, 16}:

@@ -108,6 +108,7 @@ class XKV(Method):
     choice: Literal["head", "layer", "window"] = "window"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         ranks = self.key_rank, self.value_rank
         budgets = [number for number in (self.keep, self.bits_per_element) if number is not None]
         if (ranks[0] is None) != (ranks[1] is None) or len(budgets) != (ranks == (None, None)):

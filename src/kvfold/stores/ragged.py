@@ -23,6 +23,11 @@ def position_dtype(tokens: int) -> torch.dtype:
     return torch.int16 if tokens <= 1 << 15 else torch.int32
 
 
+def channel_dtype(dim: int) -> torch.dtype:
+    """Smallest dtype that holds the index of a channel."""
+    return torch.uint8 if dim <= 256 else torch.int16
+
+
 class Cursor:
     """Cuts buffers from their first element on; `at` says how far."""
 

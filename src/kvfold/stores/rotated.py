@@ -55,7 +55,7 @@ class RotatedStore(TokenwiseStore):
         float32, and with sinks "key_sinks" and "value_sinks" (rows, kv_heads, sinks, key_dim | value_dim). Optional
         constants: "key_mean" (rows, kv_heads, key_dim), which was taken from keys
         before coding, turned by RoPE to each token's position where the layout says so; "key_order" (rows, kv_heads,
-        key_dim) uint8, the channels in the order in which `layout.keys` groups them; "key_shares" (rows, kv_heads,
+        key_dim) uint8 or int16, the channels in the order in which `layout.keys` groups them; "key_shares" (rows, kv_heads,
         groups), each group's share of a key's norm.
     """
 
@@ -118,7 +118,8 @@ class RotatedStore(TokenwiseStore):
                 )
             buffers[f"{name}_codes"], norms = done
             if layout.norm_bits == 8:
-                unit = buffers.setdefault(f"{name}_units", logarithm.unit_of(norms))
+                real = norms if "valid" not in extra else norms.where(extra["valid"][..., None], 0)
+                unit = buffers.setdefault(f"{name}_units", logarithm.unit_of(real))
                 buffers[f"{name}_norms"] = logarithm.encode(norms, unit[:, None])
             else:
                 buffers[f"{name}_norms"] = stored_norms(norms)

@@ -40,6 +40,7 @@ class KIVI(Method):
     residual: int = 32
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.bits not in range(1, 9):
             raise ValueError(f"bits must be an integer from 1 to 8, got {self.bits!r}")
         if self.group < 1:

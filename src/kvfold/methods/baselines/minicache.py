@@ -43,6 +43,7 @@ class MiniCache(Method):
     start: float = 0.5
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("t", "gamma", "start"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be from 0 to 1, got {getattr(self, name)}")

@@ -51,6 +51,7 @@ class Selection(Method):
     group: int | None = 64
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.budget  # noqa: B018 (raises on a bad budget)
         if self.bits not in (2, 3, 4, 5, 6, 7, 8, 16):
             raise ValueError(f"bits must be 2 to 8, or 16 for no coding, got {self.bits}")

@@ -56,6 +56,7 @@ class SelectFit(Method):
     ridge_to: Literal["zero", "own"] = "zero"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.budget  # noqa: B018 (raises on a bad budget)
         if self.window < 1 or self.sampled < 1 or self.horizon < 1 or self.sinks < 0:
             raise ValueError("window, sampled and horizon must be at least 1, sinks at least 0")

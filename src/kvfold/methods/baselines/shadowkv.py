@@ -45,6 +45,7 @@ class ShadowKV(Method):
     local_chunks: int = 4
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if min(self.rank, self.chunk, self.local_chunks) < 1 or self.outlier_chunks < 0:
             raise ValueError("rank, chunk and local_chunks must be at least 1, outlier_chunks at least 0")
         if self.sparse_budget < self.chunk:

@@ -54,6 +54,7 @@ class TurboQuant(Method):
     block_tokens: int = 64
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         least = 2 if self.variant == "prod" else 1
         if self.bits not in range(least, 9):
             raise ValueError(

@@ -33,6 +33,7 @@ class Uniform(Method):
     block_tokens: int = 64
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.bits not in range(1, 9):
             raise ValueError(f"bits must be an integer from 1 to 8, got {self.bits!r}")
         if self.group is not None and self.group < 1:

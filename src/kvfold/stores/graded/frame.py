@@ -13,7 +13,7 @@ from kvfold.codecs.packing import packed_bytes
 from kvfold.codecs.rotation import hadamard
 from kvfold.kernels.position_bias import turned_rows
 from kvfold.stores.base import Rotary
-from kvfold.stores.ragged import position_dtype
+from kvfold.stores.ragged import channel_dtype, position_dtype
 
 STEPS = 16
 """8-bit magnitudes: steps in an octave, centred on the head's own mean magnitude."""
@@ -105,7 +105,7 @@ class GradedLayout:
     def frame_bytes(self, heads: int, grades: int, turned: bool) -> int:
         """Bytes of one row's frame and token counts."""
         frame = 2 * self.key_dim * (3 if turned else 2) + 2 * self.value_dim + 4
-        tables = self.key_dim + grades * (2 * len(self.widths) + 1)
+        tables = self.key_dim * channel_dtype(self.key_dim).itemsize + grades * (2 * len(self.widths) + 1)
         return heads * (frame + tables + 4 * (grades + 2))
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvfold.codecs.affine import narrow_dtype, quantise
 from kvfold.codecs.packing import pack
-from kvfold.stores.ragged import position_dtype
+from kvfold.stores.ragged import channel_dtype, position_dtype
 from kvfold.stores.trizone.layout import Layout
 
 
@@ -69,6 +69,6 @@ def encode(
     for name in ("key_scale", "key_minimum"):
         buffers.setdefault(name, torch.empty(0, dtype=meta, device=device))
     buffers["positions"] = buffers["positions"].to(position_dtype(layout.tokens))
-    buffers["order"] = torch.stack(orders).view(rows, heads, -1).to(torch.uint8)
+    buffers["order"] = torch.stack(orders).view(rows, heads, -1).to(channel_dtype(layout.key_dim))
     buffers["value_counts"], buffers["key_counts"] = value_counts, key_counts
     return buffers

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvfold.codecs.packing import packed_bytes
-from kvfold.stores.ragged import position_dtype
+from kvfold.stores.ragged import channel_dtype, position_dtype
 
 
 @dataclass(frozen=True)
@@ -62,4 +62,5 @@ class Layout:
 
     def fixed_bytes(self, heads: int) -> int:
         """Bytes of one row that do not depend on the allocation: channel order and counts."""
-        return heads * (self.key_dim + 4 * (len(self.value_widths) + len(self.key_widths)))
+        order = self.key_dim * channel_dtype(self.key_dim).itemsize
+        return heads * (order + 4 * (len(self.value_widths) + len(self.key_widths)))

@@ -46,7 +46,7 @@ class TriZoneStore(RaggedStore):
     layout : Layout
     buffers : mapping of str to Tensor
         "positions" (kept,) int16 or int32; "value_counts" (rows, kv_heads, value widths) and "key_counts" (rows,
-        kv_heads, key widths) int32; "order" (rows, kv_heads, key_dim) uint8; for each value width w "values_w"
+        kv_heads, key widths) int32; "order" (rows, kv_heads, key_dim) uint8 or int16; for each value width w "values_w"
         (tokens of that width, bytes) with "value_scale_w" and "value_minimum_w" (tokens, groups); for each key width
         w "keys_w" (bytes,) uint8; "key_scale" and "key_minimum" flat. Width 16 holds the 16-bit dtype itself.
         All are segment-major: row 0 head 0, row 0 head 1, ...
