@@ -237,7 +237,7 @@ def test_control_c(kvfold, document, model_folder, monkeypatch):
     def interrupted(*arguments, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvfold.cli.fold.fold_document", interrupted)
+    monkeypatch.setattr("kvfold.cli.fold.fold_ids", interrupted)
     result = kvfold("fold", document, "--model", model_folder, "--method", "full")
     assert result.exit_code == 130
     assert not result.stdout

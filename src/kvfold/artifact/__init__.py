@@ -2,5 +2,6 @@
 
 from kvfold.artifact.container import VERSION, read_manifest
 from kvfold.artifact.state import load, load_stores, save
+from kvfold.artifact.store import ArtifactStore
 
-__all__ = ["VERSION", "load", "load_stores", "read_manifest", "save"]
+__all__ = ["VERSION", "ArtifactStore", "load", "load_stores", "read_manifest", "save"]

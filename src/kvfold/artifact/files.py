@@ -19,7 +19,8 @@ def is_url(path: str) -> bool:
     return _URL.match(path) is not None
 
 
-def _filesystem(url: str) -> tuple[Any, str]:
+def filesystem(url: str) -> tuple[Any, str]:
+    """File system of a path or URL, and the path in it (ArtifactError where there is none)."""
     from fsspec.core import url_to_fs
 
     try:
@@ -42,7 +43,7 @@ def opened_for_reading(path: str) -> Iterator[tuple[IO[bytes], int | None]]:
     """
     try:
         if is_url(path):
-            fs, inside = _filesystem(path)
+            fs, inside = filesystem(path)
             handle = fs.open(inside, "rb")
         else:
             handle = open(path, "rb")  # noqa: SIM115
@@ -135,7 +136,7 @@ def _sync_folder(folder: str) -> None:
 def _remote(url: str) -> Iterator[IO[bytes]]:
     from fsspec.implementations.local import LocalFileSystem
 
-    fs, target = _filesystem(url)
+    fs, target = filesystem(url)
     if isinstance(fs, LocalFileSystem):
         with _local(target) as handle:
             yield handle

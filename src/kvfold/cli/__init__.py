@@ -18,6 +18,7 @@ from kvfold.cli.fold import fold as fold_command
 from kvfold.cli.inspect import inspect as inspect_command
 from kvfold.cli.methods import methods as methods_command
 from kvfold.cli.report import report as report_command
+from kvfold.cli.store import store as store_commands
 from kvfold.cli.train_gates import train_gates as train_gates_command
 
 app = typer.Typer(
@@ -66,6 +67,8 @@ for _command, _example in (
 ):
     _name = _command.__name__.rstrip("_").replace("_", "-")
     app.command(_name, epilog=f"Example: kvfold {_name} {_example}".rstrip())(_command)
+
+app.add_typer(store_commands)
 
 
 def main() -> None:

@@ -10,17 +10,27 @@ import typer
 from kvfold.cli import console
 from kvfold.cli.fold import check_choice
 from kvfold.cli.models import DEVICES
+from kvfold.cli.store import stored_path
 from kvfold.errors import KvfoldError
 
 
 def ask(
     path: Annotated[
-        str, typer.Argument(metavar="FOLDED", help="A folded document: a path or any fsspec URL.")
+        str,
+        typer.Argument(
+            metavar="FOLDED", help="A folded document: a path or any fsspec URL; with --store, its key."
+        ),
     ],
     questions: Annotated[
         list[str],
         typer.Argument(metavar="QUESTION...", help="Each is asked by itself; none sees the others."),
     ],
+    store: Annotated[
+        str | None,
+        typer.Option(
+            "--store", metavar="URL", help="Where `kvfold fold --store` put it; its key may be cut short."
+        ),
+    ] = None,
     model: Annotated[
         str | None, typer.Option("--model", "-m", help="The model, if it is elsewhere than when folding.")
     ] = None,
@@ -33,7 +43,7 @@ def ask(
     """Ask a folded document questions."""
     if not all(question.strip() for question in questions):
         raise KvfoldError("the question is empty")
-    loaded, tokenizer, cache, template = open_folded(path, model, device, quiet=json_)
+    loaded, tokenizer, cache, template = open_folded(stored_path(store, path), model, device, quiet=json_)
 
     from kvfold.cli.conversation import Conversation
 

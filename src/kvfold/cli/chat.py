@@ -11,6 +11,7 @@ import typer
 from kvfold.cli import console
 from kvfold.cli.ask import open_folded, stream
 from kvfold.cli.models import DEVICES
+from kvfold.cli.store import stored_path
 from kvfold.errors import KvfoldError
 
 QUIT = "/quit"
@@ -18,8 +19,17 @@ QUIT = "/quit"
 
 def chat(
     path: Annotated[
-        str, typer.Argument(metavar="FOLDED", help="A folded document: a path or any fsspec URL.")
+        str,
+        typer.Argument(
+            metavar="FOLDED", help="A folded document: a path or any fsspec URL; with --store, its key."
+        ),
     ],
+    store: Annotated[
+        str | None,
+        typer.Option(
+            "--store", metavar="URL", help="Where `kvfold fold --store` put it; its key may be cut short."
+        ),
+    ] = None,
     model: Annotated[
         str | None, typer.Option("--model", "-m", help="The model, if it is elsewhere than when folding.")
     ] = None,
@@ -27,7 +37,7 @@ def chat(
     device: Annotated[str, typer.Option("--device", help="|".join(DEVICES))] = "auto",
 ) -> None:
     """Talk with a folded document; each question sees those before it. Reads lines from a pipe too."""
-    loaded, tokenizer, cache, template = open_folded(path, model, device, quiet=False)
+    loaded, tokenizer, cache, template = open_folded(stored_path(store, path), model, device, quiet=False)
 
     from kvfold.cli.conversation import Conversation
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from kvfold.cli import console
-from kvfold.cli.fold import check_choice, fold_document
+from kvfold.cli.fold import check_choice, document_prompt, fold_ids
 from kvfold.cli.models import DEMO, DEMO_NAME, DEVICES, DTYPES
 
 
@@ -61,7 +61,8 @@ def demo(
         )
 
     text = data.planted(original, facts)
-    cache, template, fold_seconds = fold_document(loaded, tokenizer, text, chosen, quiet=json_)
+    ids, template = document_prompt(loaded, tokenizer, text)
+    cache, fold_seconds = fold_ids(loaded, ids, chosen, quiet=json_)
     with console.working("reading the same text into a full cache", quiet=json_):
         full, full_seconds = _full_cache(loaded, tokenizer, text)
     rows = []

@@ -14,7 +14,8 @@ import typer
 
 from kvfold.cli import console
 from kvfold.cli.models import DEMO, DEVICES, DTYPES
-from kvfold.errors import KvfoldError
+from kvfold.cli.store import DIGITS, open_store, size_of
+from kvfold.errors import ArtifactError, KvfoldError
 
 STDIN = "-"
 
@@ -30,6 +31,23 @@ def fold(
         str | None,
         typer.Option(
             "--output", "-o", help="Where to save: a path or any fsspec URL. Default: DOC.kvf here."
+        ),
+    ] = None,
+    store: Annotated[
+        str | None,
+        typer.Option(
+            "--store",
+            metavar="URL",
+            help="Instead of -o: keep it by content in this folder or fsspec URL ('default': kvfold's own), and find it"
+            " there the next time.",
+        ),
+    ] = None,
+    store_limit: Annotated[
+        str | None,
+        typer.Option(
+            "--store-limit",
+            metavar="SIZE",
+            help="With --store: what was least recently used goes beyond this.",
         ),
     ] = None,
     method: Annotated[str, typer.Option("--method", help="How to fold: see `kvfold methods`.")] = "rdkv",
@@ -71,8 +89,11 @@ def fold(
     check_choice("--dtype", dtype, DTYPES)
     check_choice("--device", device, DEVICES)
     name, text = read_document(document)
-    path = output or _default_output(document)
-    check_output(path)
+    kept = _opened_store(store, store_limit, output)
+    path = ""
+    if kept is None:
+        path = output or _default_output(document)
+        check_output(path)
     if not text.strip():
         raise KvfoldError(f"{name} is empty: give a document with at least one word")
 
@@ -89,22 +110,32 @@ def fold(
     from kvfold.cli.models import load_model
 
     loaded, tokenizer = load_model(model, dtype=dtype, device=device, quiet=json_)
-    cache, template, seconds = fold_document(
-        loaded, tokenizer, text, chosen, chunk_size=chunk_size, truncate=truncate, quiet=json_
-    )
-    extra = {
+    ids, template = document_prompt(loaded, tokenizer, text, truncate=truncate)
+    extra: dict[str, Any] = {
         "document": name,
         "model": model if model == DEMO or not os.path.isdir(os.path.expanduser(model)) else absolute(model),
         "dtype": str(loaded.dtype).removeprefix("torch."),
         "prompt": template.to_dict(),
     }
-    save(cache, path, extra)
-    ledger = cache.ledger().to_dict()
-    whole = [entry["why"] for entry in cache.report if not entry["folded"]]
+    key = None if kept is None else kept.key(loaded, ids, chosen)
+    found = None if kept is None or key is None else _found(kept, key)
+    if found is None:
+        cache, seconds = fold_ids(loaded, ids, chosen, chunk_size=chunk_size, quiet=json_)
+        ledger, report = cache.ledger().to_dict(), cache.report
+        if kept is None or key is None:
+            save(cache, path, extra)
+        else:
+            path = kept.put(key, cache, extra)
+    else:
+        assert kept is not None and key is not None
+        path, extra, seconds = kept.path(key), found["extra"], 0.0
+        ledger, report = found["ledger"], found["report"]
+    whole = [entry["why"] for entry in report if not entry["folded"]]
     if json_:
         console.print_json(
             {
                 "path": path,
+                **({} if key is None else {"key": key, "found": found is not None}),
                 **extra,
                 "tokens": ledger["tokens"],
                 "method": chosen.to_dict(),
@@ -117,9 +148,14 @@ def fold(
     if whole:
         console.note(f"not folded: {whole[0]}; all of it is kept as it is")
     out = console.out()
-    out.print(console.ledger_table(ledger, f"{name}: {ledger['tokens']} tokens in {seconds:.1f} s"))
+    how = "folded before" if found else f"in {seconds:.1f} s"
+    out.print(console.ledger_table(ledger, f"{name}: {ledger['tokens']} tokens {how}"))
     ratio = f"{ledger['full_bytes'] / ledger['total']:.1f} times smaller" if ledger["total"] else "empty"
-    out.print(f"saved {path} ({console.megabytes(ledger['total'])} in memory, {ratio})", soft_wrap=True)
+    where = path if kept is None or key is None else f"{key[:DIGITS]} in {kept.url}"
+    out.print(
+        f"{'found' if found else 'saved'} {where} ({console.megabytes(ledger['total'])} in memory, {ratio})",
+        soft_wrap=True,
+    )
 
 
 def calibrated(method: str, path: str) -> dict[str, Any]:
@@ -131,30 +167,50 @@ def calibrated(method: str, path: str) -> dict[str, Any]:
     return dict(load_table(Path(path).expanduser()))
 
 
-def fold_document(
-    model: Any,
-    tokenizer: Any,
-    text: str,
-    method: Any,
-    *,
-    chunk_size: int | None = None,
-    truncate: bool = False,
-    quiet: bool = False,
-) -> tuple[Any, Any, float]:
-    """Fold a document's prompt with a progress bar: (cache, template of questions, seconds)."""
+def _opened_store(url: str | None, limit: str | None, output: str | None) -> Any:
+    """The store to fold into, made if it is new, or None."""
+    if url is None:
+        if limit is not None:
+            raise KvfoldError("--store-limit is for --store")
+        return None
+    if output is not None:
+        raise KvfoldError("give -o or --store, not both: a store names its files itself")
+    kept = open_store(url, None if limit is None else size_of("--store-limit", limit))
+    kept.prepare()
+    return kept
+
+
+def _found(kept: Any, key: str) -> dict[str, Any] | None:
+    """Manifest of what was folded before, or None; a damaged entry is told and counts as none."""
+    try:
+        manifest: dict[str, Any] | None = kept.find(key)
+    except ArtifactError as error:
+        console.note(f"{error}: folding it again")
+        return None
+    return manifest
+
+
+def document_prompt(model: Any, tokenizer: Any, text: str, *, truncate: bool = False) -> tuple[Any, Any]:
+    """The prompt that a document makes: (token ids (1, tokens) on the model's device, template of questions)."""
     import torch
 
-    from kvfold.api import fold as fold_prompt
     from kvfold.prompt import PLAIN, document_tokens, prompt_of
 
     prefix, template = prompt_of(tokenizer, text)
     ids = document_tokens(tokenizer, prefix, model.config, templated=template != PLAIN, truncate=truncate)
+    return torch.tensor([ids], device=model.device), template
+
+
+def fold_ids(
+    model: Any, ids: Any, method: Any, *, chunk_size: int | None = None, quiet: bool = False
+) -> tuple[Any, float]:
+    """Fold a prompt with a progress bar: (cache, seconds)."""
+    from kvfold.api import fold as fold_prompt
+
     start = time.perf_counter()
-    with _progress(f"folding {len(ids)} tokens", quiet) as advance:
-        cache = fold_prompt(
-            model, torch.tensor([ids], device=model.device), method, chunk_size=chunk_size, progress=advance
-        )
-    return cache, template, time.perf_counter() - start
+    with _progress(f"folding {ids.shape[1]} tokens", quiet) as advance:
+        cache = fold_prompt(model, ids, method, chunk_size=chunk_size, progress=advance)
+    return cache, time.perf_counter() - start
 
 
 @contextmanager
