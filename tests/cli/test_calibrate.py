@@ -168,6 +168,21 @@ def test_folding_with_energies(energies, kvfold, model_folder, document, tmp_pat
     assert result.exit_code == 0, result.output
 
 
+def test_energies_are_no_table(energies, kvfold, model_folder, document):
+    options = [
+        "--model",
+        model_folder,
+        "--method",
+        "rdkv-published",
+        "--keep",
+        "0.5",
+        "--calibration",
+        energies.name,
+    ]
+    result = kvfold("fold", document, *options)
+    assert result.exit_code and "no calibration table" in result.output and "blockgtq" in result.output
+
+
 def test_energies_that_do_not_suit(energies, kvfold, model_folder, base_folder, document, tmp_path):
     (tmp_path / "bad.safetensors").write_text("{}")
     for model, path, more, message in (

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import kvfold
-from kvfold.cli.options import changed_options
+from kvfold.cli.options import build_method, changed_options
+from kvfold.errors import KvfoldError
 from kvfold.methods import KIVI, RDKV, BlockGTQ, Chain, SelectFit, SnapKV, TurboQuant, make_method
 from kvfold.stores import CodedStore
 from tests.tiny import prompt, tiny_model
@@ -72,3 +73,10 @@ def test_plain_data_and_back():
 def test_what_cannot_be_chained_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("label", ["blockgtq:bits=4 >> snapkv", "snapkv >> kivi", "snapkv:window=8 >> rdkv"])
+def test_the_wrong_order_is_told_before_budgets(label):
+    for given in ({}, {"keep": 0.2}):
+        with pytest.raises(KvfoldError, match=r"cannot code.*blockgtq or turboquant"):
+            build_method(label, given, ())

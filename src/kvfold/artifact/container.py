@@ -219,7 +219,10 @@ def _read_header(
     header = start + rest
     if len(header) < length:
         if start == _START:
-            raise ArtifactError(_wrong_size(path, 8 + len(header), 8 + length))
+            raise ArtifactError(
+                f"{path} is truncated: {8 + len(header):,} of its header's {8 + length:,} bytes are there; copy it again,"
+                " or fold the prompt again"
+            )
         raise ArtifactError(f"{path} is no saved cache: {_what_it_is(first + start)}")
     damaged = ArtifactError(
         f"{path} is damaged: its header does not match its checksum; copy it again, or fold the prompt again"

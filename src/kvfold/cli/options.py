@@ -28,6 +28,10 @@ def build_method(name: str, given: dict[str, Any], options: Iterable[str]) -> An
 
     first, chained, then = name.rpartition(">>")
     if chained:
+        second = split_label(then)[0]
+        if second in METHODS and not METHODS[second].recodes:
+            coders = " or ".join(sorted(name for name, cls in METHODS.items() if cls.recodes))
+            raise KvfoldError(f"{second} cannot code what another method keeps: end the chain with {coders}")
         parts = build_method(first, given, options), build_method(then, {}, ())
         try:
             return Chain(first=parts[0], then=parts[1])

@@ -55,6 +55,11 @@ def load_table(path: str | os.PathLike[str]) -> dict[str, tuple[tuple[int, float
             name: tuple((int(width), float(error)) for width, error in data[name])
             for name in ("value_error", "key_error")
         }
+    except UnicodeDecodeError as failure:
+        raise KvfoldError(
+            f"{path} is no calibration table: it is not text; kvfold calibrate rdkv makes one (energies of kvfold calibrate"
+            " blockgtq are for blockgtq)"
+        ) from failure
     except (ValueError, KeyError, TypeError) as failure:
         raise KvfoldError(
             f"{path} is no calibration table (kvfold calibrate rdkv makes one): {failure}"
