@@ -120,6 +120,15 @@ def test_joins_and_is_saved():
         )
 
 
+@pytest.mark.parametrize("name", CODES)
+def test_is_plain_off_the_gpu(name):
+    store = rotated(name, norm_bits=8, sinks=4)
+    moved = RecordedStore.of(store).to("cpu")
+    assert type(moved) is RotatedStore and moved.layout == store.layout
+    assert moved.buffers.keys() == store.buffers.keys()
+    assert all(torch.equal(tensor, moved.buffers[key]) for key, tensor in store.buffers.items())
+
+
 def test_what_records_cannot_hold_stays_plain():
     for codes in (
         (RotatedCode(((5, DIM),)),) * 2,

@@ -78,6 +78,10 @@ class RecordedStore(RotatedStore):
             buffers[f"{name}_codes"], buffers[f"{name}_norms"] = torch.cat(packed, -1), torch.cat(norms, -1)
         return RotatedStore(self.layout, buffers)
 
+    def to(self, device: torch.device | str) -> Store:
+        """A copy on another GPU, or in the plain form anywhere else: records serve none but GPUs."""
+        return super().to(device) if torch.device(device).type == "cuda" else self.plain().to(device)
+
     def _coded(self, rows: slice, span: slice) -> list[Coded]:
         """Codes and norms (rows, tokens, ...) of each head."""
         first, last = span.start // 64, -(-span.stop // 64)
@@ -145,26 +149,18 @@ class RecordedStore(RotatedStore):
     def _bias(self, query: Tensor, context: AttendContext) -> Tensor | None:
         """What is added to logits (rows, kv_heads * n, slots): the mean key's, and -inf for padding and sinks."""
         more = [self.more_logits(row, own, context) for row, own in enumerate(query)]
-        hidden = None if "valid" not in self.buffers else ~self.buffers["valid"]
-        if self.layout.sinks:
-            exact = self._is_sink(query.device)
-            hidden = exact if hidden is None else hidden | exact
-        if more[0] is None and hidden is None:
+        valid = self.buffers.get("valid")
+        if more[0] is None and valid is None and not self.layout.sinks:
             return None
         shape = (*query.shape[:3], -(-self.tokens // 64) * 64)
         bias = query.new_zeros(shape)
-        for own, one in zip(bias, more):
+        for row, (own, one) in enumerate(zip(bias, more, strict=True)):
             if one is not None:
                 own[..., : self.tokens] = one
-        if hidden is not None:
-            bias[..., : self.tokens].masked_fill_(hidden[:, None, None], -torch.inf)
+            own[..., slice(*self._sinks(row))] = -torch.inf
+        if valid is not None:
+            bias[..., : self.tokens].masked_fill_(~valid[:, None, None], -torch.inf)
         return bias.flatten(1, 2)
-
-    def _is_sink(self, device: torch.device) -> Tensor:
-        """Which tokens are exact, (rows, tokens) bool."""
-        index = torch.arange(self.tokens, device=device)
-        spans = [self._sinks(row) for row in range(self.rows)]
-        return torch.stack([(index >= first) & (index < stop) for first, stop in spans])
 
     def _sink_part(self, query: Tensor) -> Part:
         """Attention over the sinks, values still rotated."""
