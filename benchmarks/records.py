@@ -11,7 +11,6 @@ and a kernel that only reads the records' bytes.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import math
 import platform
@@ -21,8 +20,9 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils import cpp_extension
 
+from kvfold.bench.reading import reader
+from kvfold.bench.timing import by_events, copies, in_graph
 from kvfold.codecs.codebook import gaussian_levels
 from kvfold.codecs.fragments import RecordFormat
 from kvfold.kernels import records as kernel
@@ -34,6 +34,7 @@ UNIFORM = {
     width: [round(126 / 15 * code - 63) for code in range(2**width)] if width == 4 else LEVELS[width]
     for width in LEVELS
 }
+CUDA = torch.device("cuda")
 LLAMA, QWEN = (8, 4, 128), (2, 8, 128)  # KV heads, query heads of each, head_dim
 
 
@@ -97,63 +98,17 @@ def check(name: str, shape: tuple[int, int, int], rows: int, tokens: int) -> flo
 
 # ---- time ----
 
-_flushed: list[torch.Tensor] = []
 _floors: dict[int, tuple[float, float]] = {}
-
-
-def by_events(calls, repeats: int = 50, flushes: int = 4) -> float:
-    if not _flushed:
-        _flushed.append(torch.empty(64 * 2**20, dtype=torch.int32, device="cuda"))
-    for call in calls[:8]:
-        call()
-    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-    for index, (start, stop) in enumerate(pairs):
-        for _ in range(flushes):
-            _flushed[0].zero_()
-        start.record()
-        calls[index % len(calls)]()
-        stop.record()
-    torch.cuda.synchronize()
-    return sorted(start.elapsed_time(stop) for start, stop in pairs)[repeats // 2]
-
-
-def in_graph(calls, count: int = 24, repeats: int = 11) -> float:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for call in calls:
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for index in range(count):
-            calls[index % len(calls)]()
-    graph.replay()
-    times = []
-    for _ in range(repeats):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        stop.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop) / count)
-    return sorted(times)[repeats // 2]
 
 
 def both(calls) -> tuple[float, float]:
     return by_events(calls), in_graph(calls)
 
 
-def caches(nbytes: int) -> int:
-    """How many caches exceed the L2 several times, in 24 calls at most."""
-    return max(2, min(24, -(-300 * 2**20 // nbytes)))
-
-
 def full(shape: tuple[int, int, int], rows: int, tokens: int) -> dict[str, tuple[float, float]]:
     kv_heads, group, dim = shape
     query = torch.randn(rows, kv_heads * group, 1, dim, device="cuda", dtype=torch.float16)
-    number = caches(4 * rows * kv_heads * tokens * dim)
+    number = copies(4 * rows * kv_heads * tokens * dim, CUDA)
     kept = [
         [torch.randn(rows, kv_heads, tokens, dim, device="cuda", dtype=torch.float16) for _ in range(2)]
         for _ in range(number)
@@ -169,31 +124,9 @@ def full(shape: tuple[int, int, int], rows: int, tokens: int) -> dict[str, tuple
     return result
 
 
-def reader():
-    folder = Path(cpp_extension.get_default_build_root()) / "kvfold_read_only"
-    folder.mkdir(parents=True, exist_ok=True)
-    source = str(Path(__file__).with_name("read_only.cu"))
-    cpp_extension.load(
-        "kvfold_read_only",
-        [source],
-        extra_cuda_cflags=["-O3"],
-        build_directory=str(folder),
-        is_python_module=False,
-    )
-    library = ctypes.CDLL(str(folder / "kvfold_read_only.so"))
-    library.kvfold_read_only.argtypes = [ctypes.c_void_p, ctypes.c_longlong, ctypes.c_void_p, ctypes.c_void_p]
-    sink = torch.zeros(1, dtype=torch.int32, device="cuda")
-
-    def read(data: torch.Tensor) -> None:
-        stream = torch.cuda.current_stream().cuda_stream
-        assert not library.kvfold_read_only(data.data_ptr(), data.numel(), sink.data_ptr(), stream)
-
-    return read
-
-
 def measure(name: str, shape: tuple[int, int, int], rows: int, tokens: int, read) -> dict:
     first = make(name, shape, rows, tokens)
-    kept = [first, *(make(name, shape, rows, tokens) for _ in range(caches(first.data.numel()) - 1))]
+    kept = [first, *(make(name, shape, rows, tokens) for _ in range(copies(first.data.numel(), CUDA) - 1))]
     query, scaling = query_for(shape, rows), shape[2] ** -0.5
     times = both([lambda data=data: attend(query, data, scaling) for data in kept])
     size = first.data.numel()

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from kvfold.cli.ask import ask as ask_command
+from kvfold.cli.bench import app as bench_app
 from kvfold.cli.calibrate import calibrate as calibrate_command
 from kvfold.cli.chat import chat as chat_command
 from kvfold.cli.console import Commands
@@ -67,6 +68,8 @@ for _command, _example in (
 ):
     _name = _command.__name__.rstrip("_").replace("_", "-")
     app.command(_name, epilog=f"Example: kvfold {_name} {_example}".rstrip())(_command)
+
+app.add_typer(bench_app)
 
 app.add_typer(store_commands)
 

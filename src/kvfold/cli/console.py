@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -62,6 +62,18 @@ def working(message: str, *, quiet: bool = False) -> Iterator[None]:
     else:
         with console.status(Text(message)):
             yield
+
+
+@contextmanager
+def progress(title: str, *, quiet: bool = False) -> Iterator[Callable[[str], None]]:
+    """A spinner with the time so far, for steps whose number nobody knows; called with what was done last."""
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console = err()
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done: bar.update(task, description=f"{title}: {done} done")
 
 
 def megabytes(count: int) -> str:

@@ -1,0 +1,94 @@
+"""What folding a prompt costs beside reading it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from kvfold.api import fold as fold_prompt
+from kvfold.bench.attention import release
+from kvfold.bench.peak import peak
+from kvfold.bench.setup import FULL, Setup
+from kvfold.bench.shapes import full_bytes, token_ids
+from kvfold.bench.timing import seconds
+from kvfold.errors import KvfoldError
+from kvfold.hf import CACHE_KEYWORD
+from kvfold.hf.support import text_config
+from kvfold.ledger import storage_bytes
+from kvfold.methods.base import Method
+
+
+@torch.no_grad()
+def fold(setup: Setup, rounds: int = 2) -> Iterator[dict[str, Any]]:
+    """Read a prompt with and without folding it, and compare.
+
+    Yields
+    ------
+    dict
+        For each context, batch and method: "prefill_seconds" of the full cache, "seconds" with folding, "fold_seconds" the
+        difference (observing attention included) and "share" of the prefill; "scratch_bytes" that folding took at its peak beside
+        exact keys and values and the new store, "layer_bytes" of one layer's keys and values, and "above_layers": both, in
+        layers, which is the peak above the folded cache.
+    """
+    model = setup.model
+    layers = text_config(setup.config).num_hidden_layers
+
+    for tokens, batch in setup.cases():
+        setup.check_room(tokens, batch)
+        ids = token_ids(setup.config, batch, tokens, setup.device)
+
+        def read(method: Method | None, ids: torch.Tensor = ids) -> Any:
+            if method is not None:
+                return fold_prompt(model, ids, method)
+            cache = DynamicCache(config=setup.config)
+            return model(ids, use_cache=True, logits_to_keep=1, **{CACHE_KEYWORD: cache})
+
+        others = [c for c in setup.everything if c is not FULL]
+        ways: dict[str, Method | None] = {FULL.label: None, **{c.label: c.method for c in others}}
+        times: dict[str, list[float]] = {label: [] for label in ways}
+        for method in ways.values():  # kernels are built on the first call
+            with suppress(KvfoldError):  # a budget may need a longer prompt
+                read(method, ids[:, : min(tokens, 1024)])
+        for _ in range(rounds):  # in turns, so that all meet the same machine
+            for label, method in ways.items():
+                times[label].append(seconds(lambda method=method: read(method), setup.device))  # type: ignore[misc]
+                release(setup.device)
+        prefill = min(times[FULL.label])
+        about = {"context": tokens, "batch": batch, "prefill_seconds": prefill}
+        layer = batch * full_bytes(setup.config, tokens, setup.dtype) // layers
+        for candidate in others:
+            whole = min(times[candidate.label])
+            scratch = _scratch(setup, candidate.method, ids)
+            yield about | {
+                "label": candidate.label,
+                "seconds": whole,
+                "fold_seconds": whole - prefill,
+                "share": (whole - prefill) / prefill,
+                "scratch_bytes": scratch,
+                "layer_bytes": layer,
+                "above_layers": 1 + scratch / layer,
+            }
+            release(setup.device)
+
+
+def _scratch(setup: Setup, method: Method, ids: torch.Tensor) -> int:
+    """The most bytes that any call of the method's `fold` held beside what it was given and what it returned."""
+    watched = copy.copy(method)
+    worst = 0
+
+    def watch(views: Any) -> Any:
+        nonlocal worst
+        with peak(setup.device) as found:
+            stores = method.fold(views)
+        new = storage_bytes([tensor for store in stores for tensor in store.tensors().values()])
+        worst = max(worst, found.most - new)
+        return stores
+
+    object.__setattr__(watched, "fold", watch)  # methods are frozen; this one is nobody else's
+    fold_prompt(setup.model, ids, watched)
+    return max(worst, 0)
