@@ -357,7 +357,7 @@ _ATTENTION: _Columns = (
     ("ms", _figure("ms")),
     ("alone, ms", _figure("single_ms")),
     ("bytes", _size("bytes")),
-    ("times best 16-bit", _figure("speedup", "{:.2f}")),
+    ("times best full", _figure("speedup", "{:.2f}")),
     ("floor, ms", _figure("floor_ms")),
     ("times floor", _figure("times_floor", "{:.2f}")),
     ("error", _figure("error", "{:.0e}")),
