@@ -119,6 +119,17 @@ def test_decode_has_a_floor_of_weights_and_cache(setup):
     assert rows["stock"]["bytes"] == full_bytes(model.config, 96, torch.float32)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_replays_stay_within_the_room_of_the_graph():
+    """A replay is a step: past the room that was asked for it writes out of bounds."""
+    model = tiny_model.__wrapped__("llama", dtype=torch.bfloat16).to("cuda")
+    setup = Setup(model.config, (FOUR,), (256,), (1,), torch.bfloat16, model.device, model)
+    rows = list(decode(setup, stock=False))
+    assert [row["reason"] for row in rows] == [None, None] and all(row["step_ms"] > 0 for row in rows)
+    torch.cuda.synchronize()
+
+
 def test_decode_refuses_other_tokens(setup, monkeypatch):
     from kvfold.engine.choose import Chooser
 

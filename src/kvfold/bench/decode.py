@@ -23,7 +23,7 @@ from kvfold.hf.support import text_config
 
 TOLERANCE = {2: 0.05, 4: 1e-3}
 """Largest relative distance of the graph's logits from those of the same steps run one by one, by bytes of the dtype."""
-WARM, STEPS = 4, 16
+WARM, STEPS, REPLAYS = 4, 16, 20
 
 
 @torch.no_grad()
@@ -77,7 +77,7 @@ def step_times(model: Any, cache: FoldedCache, tokens: int, batch: int) -> dict[
         cache,
         attention_mask=torch.ones_like(ids),  # whatever the token that pads
         do_sample=False,
-        max_new_tokens=WARM + STEPS + 4,
+        max_new_tokens=WARM + STEPS + REPLAYS + 4,  # a replay moves on too
     )
     read = [ids[:, -1], next(decoding), next(decoding)]
     last = next(decoding)  # with a graph, the first that it made
@@ -97,7 +97,7 @@ def step_times(model: Any, cache: FoldedCache, tokens: int, batch: int) -> dict[
     graph = None if step is None else step.graph
     found = {
         "ms": median(times),
-        "step_ms": None if graph is None else replayed(graph),
+        "step_ms": None if graph is None else replayed(graph, REPLAYS),
         "error": error,
         "reason": decoding.reason,
     }
