@@ -16,6 +16,7 @@ from kvfold.evaluate.energies import block_energies
 from kvfold.hf.bias import key_bias_of
 from kvfold.hf.support import CACHE_KEYWORD
 from kvfold.methods import BlockGTQ, SnapKV, TurboQuant
+from kvfold.methods.energies import Energies, worth
 from tests.methods.baselines.views import view
 from tests.tiny import prompt, tiny_model
 
@@ -366,3 +367,54 @@ def test_energies_whose_product_is_no_float(tmp_path, scale):
         return [layer.segments[0].store.layout.keys for layer in cache.folded_layers]
 
     assert codes(calibration=str(path)) == codes(sampled=90)
+
+
+def calibrated(model, tmp_path):
+    """A file of energies, of which the second layer's are larger."""
+    path = tmp_path / "energies.safetensors"
+    found = block_energies(model, prompt(90), bias="mean", text="t")
+    layers = {
+        index: replace(one, query=one.query * 16**index, key=one.key * 16**index)
+        for index, one in found.layers.items()
+    }
+    path.write_bytes(replace(found, layers=layers).to_bytes())
+    return str(path)
+
+
+@pytest.mark.parametrize("score", ["product", "sum"])
+def test_all_layers_share_one_sum_of_bits(tmp_path, score):
+    """Widths are those of the greedy over all heads of all layers, and the sum of bits is that of equal shares."""
+    model = tiny_model("llama")
+    path = calibrated(model, tmp_path)
+    options = dict(bits=3, calibration=path, score=score, most_widths=None)
+    found, equal = (
+        [
+            sum(
+                width * channels
+                for code in layer.segments[0].store.layout.keys
+                for width, channels in code.groups
+            )
+            for layer in fold(model, prompt(90), BlockGTQ(share=share, **options)).folded_layers
+        ]
+        for share in ("model", "layer")
+    )
+    energies = Energies.load(path)
+    worths = []
+    for layer, one in energies.layers.items():
+        query, key = one.in_blocks(one.blocks(score))
+        worths += [(layer, float(x)) for x in worth(query, key, score).flatten()]
+    widths = [1] * len(worths)
+    for _ in range(2 * len(worths)):
+        gains = [x * 4.0**-width if width < 8 else -1.0 for (_, x), width in zip(worths, widths)]
+        widths[int(np.argmax(gains))] += 1
+    wanted = [
+        2 * sum(width for (own, _), width in zip(worths, widths) if own == layer) for layer in energies.layers
+    ]
+    assert found == wanted and sum(found) == sum(equal) and found != equal
+
+
+def test_sharing_over_the_model_wants_energies_and_bits(tmp_path):
+    path = calibrated(tiny_model("llama"), tmp_path)
+    for options in (dict(bits=3), dict(keep=0.2, calibration=path), dict()):
+        with pytest.raises(ValueError, match=r"share='model'.*bits and calibration"):
+            BlockGTQ(share="model", **options)

@@ -44,8 +44,9 @@ class BlockGTQ(Method):
     score : "sum" or "product"
         What a block's bits are worth: mean squared query plus mean squared key, halved (paper), or their product, which
         is what the squared error of a logit is proportional to.
-    share : "head" or "layer"
-        Heads get equal bits (paper), or share a layer's.
+    share : "head", "layer" or "model"
+        Heads get equal bits (paper), or share a layer's, or the whole model's, which takes `bits` and a `calibration`: its
+        energies of every layer are known beforehand.
     widths : tuple of int
         What the width of a key's code may be. (2, 3, 4, 8) and the like suit GPU kernels.
     most_widths : int, optional
@@ -91,7 +92,7 @@ class BlockGTQ(Method):
     norms: Literal["token", "group"] = "group"
     norm_bits: Literal[8, 16] = 8
     score: Score = "product"
-    share: Literal["head", "layer"] = "head"
+    share: Literal["head", "layer", "model"] = "head"
     widths: tuple[int, ...] = tuple(range(1, 9))
     most_widths: int | None = 3
     tile: int = 2
@@ -119,6 +120,11 @@ class BlockGTQ(Method):
             raise ValueError(f"bits must lie within widths {self.widths}, got {self.bits!r}")
         if self.most_widths is not None and self.most_widths not in range(1, 5):
             raise ValueError(f"most_widths must be from 1 to 4, got {self.most_widths!r}")
+        if self.share == "model" and (self.calibration is None or self.budget is not None):
+            raise ValueError(
+                "share='model' spends one sum of bits over energies of all layers: give bits and calibration"
+                " (kvfold calibrate blockgtq), not keep"
+            )
         if self.norm_bits not in (8, 16):
             raise ValueError(f"norm_bits must be 8 or 16, got {self.norm_bits!r}")
         if self.tile < 2 or self.tile % 2:
@@ -234,17 +240,21 @@ class BlockGTQ(Method):
             keys = without_constant(keys, constant, view.rotary, shifts_of(view.positions))
         return Energy.of(view, keys)
 
+    def _scores(self, energy: Energy) -> tuple[Tensor, Tensor, Tensor]:
+        """A layer's blocks, the energy of keys in them, and what their bits are worth."""
+        blocks = energy.blocks(self.score)
+        query, key = energy.in_blocks(blocks)
+        scores = worth(query, key, self.score)
+        # Of nothing but zeros no block is worth more than another.
+        return blocks, key, torch.where(scores.amax(1, keepdim=True) > 0, scores, 1)
+
     def _calibrate(
         self, view: LayerView, constant: Tensor | None, tokens: int, valid: Tensor
     ) -> tuple[tuple[RotatedCode, ...], RotatedCode, dict[str, Tensor]]:
         """Codes of each head's keys and of values, and the constants that go with them."""
         rows, heads = view.keys.shape[:2]
         energy = self._energy(view, constant)
-        blocks = energy.blocks(self.score)
-        query, key = energy.in_blocks(blocks)
-        scores = worth(query, key, self.score)
-        # Of nothing but zeros no block is worth more than another.
-        scores = torch.where(scores.amax(1, keepdim=True) > 0, scores, 1)
+        blocks, key, scores = self._scores(energy)
         widths, value_bits = self._allocate(scores, view, tokens, valid)
         order = (widths * -1).to(blocks.device).argsort(dim=-1, stable=True)
         channels = blocks.gather(1, order[..., None].expand_as(blocks)).flatten(1)
@@ -270,6 +280,9 @@ class BlockGTQ(Method):
         if self.budget is None:
             bits = self.bits if self.bits is not None else 3.0
             value_bits = self.value_bits or max(1, min(8, int(bits + 0.5)))
+            if self.share == "model":
+                scores, own = self._all_scores(view)
+                return self._widths(scores, int(bits * blocks), 0)[own], value_bits
             return self._widths(scores, int(bits * blocks), 0), value_bits
         real = valid.any(1).sum(1).tolist()
         have = sum(self.budget.bytes(count, heads, key_dim, value_dim) for count in real)
@@ -299,12 +312,21 @@ class BlockGTQ(Method):
             )
         return self._widths(scores, least, norm), value_bits
 
+    def _all_scores(self, view: LayerView) -> tuple[Tensor, slice]:
+        """What bits are worth in all heads of the model, and which of these heads are the view's."""
+        layers = self._calibration().layers
+        scores = {index: self._scores(energy)[2] for index, energy in layers.items()}
+        if len({one.shape[1] for one in scores.values()}) > 1:
+            raise KvfoldError("heads of this model differ in width between layers: use share='layer'")
+        start = sum(len(one) for index, one in scores.items() if index < view.layer_idx)
+        return torch.cat(list(scores.values())), slice(start, start + len(scores[view.layer_idx]))
+
     def _widths(self, scores: Tensor, total: int, norm: int) -> Tensor:
         return allocate_blocks(
             scores,
             torch.full(scores.shape[:1], total),
             widths=self.widths,
-            shared=self.share == "layer",
+            shared=self.share != "head",
             most_widths=self.most_widths,
             width_cost=norm,
             tile=self.tile // 2,
