@@ -149,7 +149,7 @@ def read(path: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
 def _read(path: str, keep: bool) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     with opened_for_reading(path) as (handle, size):
-        header, manifest, entries = _read_header(handle, size, path)
+        header, manifest, entries = read_header(handle, size, path)
         expected = 8 + len(header) + (entries[-1].stop if entries else 0)
         if size is not None and size != expected:
             raise ArtifactError(_wrong_size(path, size, expected))
@@ -198,10 +198,14 @@ def _wrong_size(path: str, found: int, expected: int) -> str:
     return f"{path} is damaged: it goes on after its end at {expected:,} bytes; copy it again, or fold the prompt again"
 
 
-def _read_header(
-    handle: IO[bytes], size: int | None, path: str
-) -> tuple[bytes, dict[str, Any], list[_Entry]]:
-    """Header bytes, manifest and tensor table; asks whether it is ours, then too new, then intact."""
+def read_header(handle: IO[bytes], size: int | None, path: str) -> tuple[bytes, dict[str, Any], list[_Entry]]:
+    """Header bytes, manifest and tensor table of an open file of `size` bytes, None if that is unknown.
+
+    Raises
+    ------
+    ArtifactError
+        It is not ours, or too new, or not intact: asked in this order.
+    """
     first = handle.read(8)
     if not first:
         raise ArtifactError(

@@ -247,7 +247,7 @@ class ArtifactStore:
         """Manifest of an entry by its header alone: its tensors are neither read nor checked (ArtifactError)."""
         path = self.path(key)
         with files.opened_for_reading(path) as (handle, size):
-            return container._read_header(handle, size, path)[1]
+            return container.read_header(handle, size, path)[1]
 
     def remove(self, key: str) -> None:
         """Let go of an entry; one that is gone already is no error.
