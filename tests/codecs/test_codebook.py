@@ -3,7 +3,16 @@
 import pytest
 import torch
 
-from kvfold.codecs.codebook import decode, encode, gaussian_levels, integer_levels, integers, sphere_levels
+from kvfold.codecs.codebook import (
+    COMMON_UNIT,
+    common_levels,
+    decode,
+    encode,
+    gaussian_levels,
+    integer_levels,
+    integers,
+    sphere_levels,
+)
 
 
 def unit_vectors(count, dim):
@@ -122,3 +131,26 @@ def test_widths_without_integer_levels():
     assert torch.equal(integer_levels(6, 64), sphere_levels(6, 64))
     with pytest.raises(ValueError, match="integer levels"):
         integers(6)
+
+
+def test_common_levels_share_a_unit_and_cost_nothing():
+    """By quadrature against the density, not by samples."""
+    x = torch.linspace(-12, 12, 400_001, dtype=torch.float64)
+    density = torch.exp(-x.square() / 2) / torch.exp(-x.square() / 2).sum()
+
+    def expected(levels):
+        return float((density * (x - decode(encode(x, levels), levels).double()).square()).sum())
+
+    for bits in range(1, 9):
+        levels = common_levels(bits)
+        assert (
+            len(levels) == 2**bits
+            and bool((levels.diff() > 0).all())
+            and torch.equal(levels, -levels.flip(0))
+        )
+        limit = 2.2 if bits == 8 else 1.004
+        assert expected(levels) <= limit * expected(gaussian_levels(bits))
+        if bits <= 4:
+            whole = levels / COMMON_UNIT
+            assert torch.equal(whole, whole.round()) and float(whole.max()) <= 127
+    assert torch.equal(common_levels(8) / COMMON_UNIT, torch.arange(256) - 127.5)

@@ -184,8 +184,8 @@ def test_eight_bits_decode_to_what_went_in():
     grades = torch.ones(1, 2, 50, dtype=torch.uint8)
     store = GradedStore.encode(keys, values, grades, layout, frame, ROTARY)
     kept = store.kept(0, 1, ROTARY)
-    assert (kept.keys - keys[0, 1]).square().mean() < 1e-4
-    assert (kept.values - values[0, 1]).square().mean() < 1e-4
+    assert (kept.keys - keys[0, 1]).square().mean() < 3e-4
+    assert (kept.values - values[0, 1]).square().mean() < 3e-4
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvfold.codecs import packing
-from kvfold.codecs.codebook import gaussian_levels
+from kvfold.codecs.codebook import common_levels
 
 _WHOLE = {2: torch.complex128, 4: torch.float64, 8: torch.float32}
 """A dtype as wide as all float32 values of one byte: gathering single elements is much faster than short rows."""
@@ -23,13 +23,13 @@ _WHOLE = {2: torch.complex128, 4: torch.float64, 8: torch.float32}
 
 @cache
 def _levels(bits: int, device: torch.device) -> Tensor:
-    return gaussian_levels(bits).to(device)
+    return common_levels(bits).to(device)
 
 
 @cache
 def _table(bits: int, device: torch.device) -> Tensor:
     byte = torch.arange(256)
-    levels = gaussian_levels(bits)
+    levels = common_levels(bits)
     per_byte = 8 // bits
     codes = torch.stack([(byte >> (bits * k)) & (2**bits - 1) for k in range(per_byte)], -1)
     return levels[codes].contiguous().view(_WHOLE[bits]).flatten().to(device)
@@ -55,7 +55,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def values(packed: Tensor, bits: int, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """Levels of N(0, 1)'s Lloyd-Max codebook for blocks of packed rows.
+    """Levels (`codebook.common_levels`) of blocks of packed rows.
 
     Parameters
     ----------

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kvfold.codecs.codebook import gaussian_levels
+from kvfold.codecs.codebook import common_levels
 from kvfold.kernels.native import Native
 from kvfold.kernels.position_bias import Turns
 from kvfold.kernels.reference import Part
@@ -41,7 +41,7 @@ class _Arguments(ctypes.Structure):
 
 
 def _declare(library: ctypes.CDLL) -> None:
-    levels = torch.cat([gaussian_levels(bits) for bits in range(1, 9)])
+    levels = torch.cat([common_levels(bits) for bits in range(1, 9)])
     steps = torch.exp2((torch.arange(256) - 128) / 16)
     library.kvfold_graded_tables.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     library.kvfold_graded_tables.restype = None

@@ -9,7 +9,7 @@ them one after the other, and gives every head the same budget. Here:
 * A token buys its key and its value together, as a *grade*: a width for every key channel (reverse water-filling over the
   channels) and one for the value. Its distortion at each grade is measured, not tabulated.
 * One multiplier serves every head of every layer, after each head's weights are scaled so that losing everything costs 1.
-* Codes are Lloyd-Max, relative to means that cost almost nothing (see `stores.graded`).
+* Codes are Lloyd-Max (`codebook.common_levels`), relative to means that cost almost nothing (see `stores.graded`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from torch import Tensor
 from kvfold.allocate.budget import Budget
 from kvfold.allocate.price import allocate_at_one_price, bytes_at_prices
 from kvfold.codecs.affine import dequantise, quantise
-from kvfold.codecs.codebook import decode, encode, gaussian_levels
-from kvfold.errors import BudgetError
+from kvfold.codecs.codebook import common_levels, decode, encode
+from kvfold.codecs.fragments import WIDTHS
+from kvfold.errors import BudgetError, KvfoldError
 from kvfold.kernels.column_sums import column_sums
 from kvfold.kernels.position_bias import turned_rows
 from kvfold.methods.base import LayerView, Method, Needs
@@ -36,8 +37,8 @@ from kvfold.stores.base import Store
 from kvfold.stores.graded import Frame, GradedLayout, GradedStore, normal_keys, normal_values
 from kvfold.stores.ragged import channel_dtype
 
-GAUSSIAN_ERROR = (1.0, 0.3634, 0.1175, 0.03454, 0.009497, 0.002499, 0.000641, 0.000163, 0.000041)
-"""Relative squared error of the Lloyd-Max quantiser of N(0, 1) at 0 to 8 bits."""
+GAUSSIAN_ERROR = (1.0, 0.3634, 0.1175, 0.03455, 0.009524, 0.002499, 0.000641, 0.000163, 0.000088)
+"""Relative squared error of `common_levels` of N(0, 1) at 0 to 8 bits."""
 
 PRICES = tuple(math.exp(exponent) for exponent in range(-40, 8))
 """Multipliers at which a layer's appetite is recorded while streaming."""
@@ -70,6 +71,10 @@ class RDKV(Method):
         Water levels: at level r a channel of mean importance gets the width that minimises r * error + bits.
     widths : tuple of int
         Widths from 1 to 8 that a channel or value may get.
+    tile : 1 or 16
+        Channels of a key, neighbours in importance, that share a width. 16 makes folds that a GPU reads as records
+        (`stores.graded.recorded`): widths are of 1, 2, 3, 4 and 8, values have at least the least of them in every grade, and no
+        token is fine: what outgrows the grades is exact.
     scope : "model", "stream", "layer" or "head"
         Units that share one multiplier and one budget. "model" needs the exact prompt of every layer at once. The others
         hold one layer's at a time: "stream" gives each layer what the multiplier would, judging the layers to come by
@@ -92,6 +97,7 @@ class RDKV(Method):
     evict_penalty: float = 2.0
     grades: tuple[float, ...] = (8.0, 32.0, 128.0, 1024.0)
     widths: tuple[int, ...] = (2, 4, 8)
+    tile: Literal[1, 16] = 1
     scope: Literal["model", "stream", "layer", "head"] = "stream"
     block_tokens: int = 64
 
@@ -100,6 +106,8 @@ class RDKV(Method):
         self.budget  # noqa: B018 (raises on a bad budget)
         if not self.widths or any(width not in range(1, 9) for width in self.widths):
             raise ValueError(f"widths must be chosen from 1 to 8, got {self.widths}")
+        if self.tile > 1 and not {*self.widths} <= {*WIDTHS}:
+            raise ValueError(f"with tile={self.tile}, widths must be chosen from {WIDTHS}, got {self.widths}")
         if not self.grades or any(level <= 0 for level in self.grades):
             raise ValueError(f"grades must be positive water levels, got {self.grades}")
         if self.window < 1 or self.sampled < 1 or self.horizon < 1:
@@ -127,6 +135,8 @@ class RDKV(Method):
         return self.block_tokens
 
     def check(self, tokens: int, kv_heads: int, key_dim: int, value_dim: int) -> None:
+        if key_dim % self.tile:
+            raise KvfoldError(f"tile={self.tile} does not divide the {key_dim} channels of a key; use tile=1")
         layout = self._layout(tokens, (tokens,), (0,), key_dim, value_dim)
         least = layout.frame_bytes(kv_heads, len(self.grades), turned=True) + kv_heads * layout.exact_bytes
         full = 2 * tokens * kv_heads * (key_dim + value_dim)
@@ -302,6 +312,8 @@ class RDKV(Method):
         for row in range(batch):
             errors = self._errors(view, layout, frame, row, energy[row], spread[row])
             distortion[row, ..., 1:-1] = weights[row, ..., None] * errors
+        if self.tile > 1:
+            distortion[..., -2] = distortion[..., 0]  # fine: dearer than evicting, no better
         distortion *= real[..., None]
         metadata = self.budget.counts_metadata
         extra = 0 if metadata else layout.token_bytes([], 0)
@@ -359,9 +371,12 @@ class RDKV(Method):
         total = key_importance.sum(-1, keepdim=True) + value_importance * layout.value_dim
         average = (total / (layout.key_dim + layout.value_dim)).clamp_min(1e-30)
         order = key_importance.argsort(-1, descending=True)
-        key_bits = self._fill(key_importance.gather(-1, order) / average)
-        value_bits = self._fill((value_importance / average)[..., 0])
-        counts = torch.stack([(key_bits == width).sum(-2) for width in layout.widths], -1)
+        tiles = (key_importance.gather(-1, order) / average).unflatten(-1, (-1, self.tile)).mean(-1)
+        key_bits = self._fill(tiles, 0)
+        value_bits = self._fill(
+            (value_importance / average)[..., 0], 0 if self.tile == 1 else min(self.widths)
+        )
+        counts = torch.stack([(key_bits == width).sum(-2) for width in layout.widths], -1) * self.tile
         return Frame(
             key_turned=turned,
             key_mean=mean,
@@ -373,9 +388,10 @@ class RDKV(Method):
             value_bits=value_bits.to(torch.uint8).contiguous(),
         )
 
-    def _fill(self, importance: Tensor) -> Tensor:
-        """Reverse water-filling: the width of each unit (...) at each grade, (..., grades) int64."""
-        widths = torch.tensor([0, *sorted(self.widths)], device=importance.device)
+    def _fill(self, importance: Tensor, least: int) -> Tensor:
+        """Reverse water-filling: the width, at least `least`, of each unit (...) at each grade, (..., grades) int64."""
+        choice = [width for width in (0, *sorted(self.widths)) if width >= least]
+        widths = torch.tensor(choice, device=importance.device)
         error = torch.tensor([GAUSSIAN_ERROR[width] for width in widths.tolist()], device=importance.device)
         level = torch.tensor(self.grades, device=importance.device)
         price = importance[..., None, None] * level[:, None] * error + widths
@@ -435,7 +451,7 @@ REACH = 8.0
 def _nearest_levels(width: int, device: torch.device) -> Tensor:
     """Level nearest to the middle of each cell."""
     middles = (torch.arange(CELLS) + 0.5) * (2 * REACH / CELLS) - REACH
-    levels = gaussian_levels(width)
+    levels = common_levels(width)
     return decode(encode(middles, levels), levels).to(device)
 
 

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from kvfold.codecs import lookup
 from kvfold.codecs.affine import quantise
+from kvfold.codecs.codebook import common_levels
 from kvfold.codecs.codebook import encode as nearest
-from kvfold.codecs.codebook import gaussian_levels
 from kvfold.stores.base import Rotary
 from kvfold.stores.graded.frame import Frame, GradedLayout, normal_keys, normal_values
 from kvfold.stores.graded.sections import key_sections, value_sections
@@ -64,4 +64,4 @@ def encode(
 
 def _code(z: Tensor, width: int) -> Tensor:
     """Codes of (tokens, channels), packed and flat."""
-    return lookup.pack(nearest(z.contiguous(), gaussian_levels(width).to(z.device)), width).flatten()
+    return lookup.pack(nearest(z.contiguous(), common_levels(width).to(z.device)), width).flatten()
