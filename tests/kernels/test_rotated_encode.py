@@ -7,7 +7,9 @@ import torch
 
 from kvfold.codecs.packing import packed_bytes, unpack
 from kvfold.codecs.rotated import RotatedCode
-from kvfold.kernels import rotated_encode
+from kvfold.kernels import channel_sums, rotated_encode
+from kvfold.kernels.position_bias import turned_rows
+from tests.stores.checks import Turn
 
 pytestmark = pytest.mark.skipif(rotated_encode.NATIVE.problem() is not None, reason="no C loop")
 
@@ -106,6 +108,24 @@ def test_plain_torch_gives_the_same(keep_norm):
         same = packed[..., head * code.nbytes :][..., : code.nbytes] == plain
         assert same.double().mean() > 0.999
         torch.testing.assert_close(norms[..., head : head + 1].half(), scales, rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("rotary", [None, Turn()], ids=["fixed", "turned"])
+def test_less_a_constant(rotary, monkeypatch):
+    """Some tokens at a time, from an index that no table of turns begins at."""
+    monkeypatch.setattr(channel_sums, "AT_A_TIME", 70)
+    codes, shifts = (RotatedCode(((4, 24), (2, 40)), norms="group"),) * 2, (5, 130)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 150, 2, 64, generator=generator).half().transpose(1, 2)
+    constant = 3 * torch.randn(2, 2, 64, generator=generator).half()
+    taken = constant[:, :, None].float()
+    if rotary is not None:
+        taken = torch.stack(
+            [turned_rows(one.float(), rotary, 150, shift) for one, shift in zip(constant, shifts)]
+        )
+    found = rotated_encode.encode_heads(x, codes, None, None, constant, rotary, shifts)
+    right = rotated_encode.encode_heads(x.float() - taken, codes)
+    assert torch.equal(found[0], right[0]) and torch.equal(found[1], right[1])
 
 
 @pytest.mark.parametrize("threads", [2, 3])

@@ -12,10 +12,12 @@ import torch
 
 from kvfold.codecs import logarithm
 from kvfold.codecs.rotated import RotatedCode
+from kvfold.kernels.position_bias import Turns, turned_rows, turns
 from kvfold.stores import rotated
 from kvfold.stores.base import AttendContext
 from kvfold.stores.rotated import RotatedLayout, RotatedStore
 from tests.kernels.test_rotated_encode import HEADS, check, made
+from tests.stores.checks import Turn
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -38,6 +40,17 @@ def check_encoding():
         same = packed[..., head * code.nbytes :][..., : code.nbytes].cpu() == plain
         assert same.double().mean() > 0.999
         torch.testing.assert_close(norms[..., head : head + 1].half().cpu(), scales, rtol=2e-3, atol=0)
+    # Less a constant, as it is or turned to each token's position, which differs between the rows.
+    constant = torch.randn(2, 2, 80, generator=torch.Generator().manual_seed(2)).half()
+    for turned in (False, True):
+        tables = [turns(Turn(), 80, 33, shift, x.device) for shift in (3, 200)] if turned else []
+        tables = [Turns(*(on(table) for table in own)) for own in tables]
+        rows = [turned_rows(one.float(), Turn(), 33, shift) for one, shift in zip(constant, (3, 200))]
+        left = x.float() - (torch.stack(rows) if turned else constant[:, :, None].float())
+        packed, norms = encode(on(x), codes, constant=on(constant), turn=tables)
+        plain, scales = encode(on(left), codes)
+        assert (packed == plain).double().mean() > 0.999
+        torch.testing.assert_close(norms, scales, rtol=1e-4, atol=0)
     # Nothing waits to find out, but nothing is hidden either.
     x[0, 1, 7, 5] = torch.inf
     norms = encode(on(x), codes)[1].cpu()

@@ -107,7 +107,17 @@ def _turns(rotary: Rotary, dim: int, tokens: int, shift: int, device: torch.devi
     return Turns(partner, first, coarse_cos, coarse_sin, fine_cos, fine_sin, fine, rotary.scale)
 
 
-def turned_rows(vector: Tensor, rotary: Rotary, tokens: int, shift: int) -> Tensor:
+def fine_rows(vector: Tensor, t: Turns) -> tuple[Tensor, Tensor]:
+    """The constant (kv_heads, key_dim) at the fine turns, and its planes' other channels: (kv_heads, FINE, key_dim) each.
+
+    At position `coarse * FINE + fine` it is the first times the coarse cosines plus the second times the coarse sines.
+    """
+    near = vector[:, None] * t.scale
+    near = near * t.fine_cos + near[..., t.partner] * t.fine_sin
+    return near, near[..., t.partner]
+
+
+def turned_rows(vector: Tensor, rotary: Rotary, tokens: int, shift: int, span: slice | None = None) -> Tensor:
     """The constant at every position.
 
     Parameters
@@ -117,18 +127,21 @@ def turned_rows(vector: Tensor, rotary: Rotary, tokens: int, shift: int) -> Tens
     tokens : int
     shift : int
         RoPE position of index 0.
+    span : slice, optional
+        Only these indices.
 
     Returns
     -------
-    (kv_heads, tokens, key_dim) float32
+    (kv_heads, tokens of the span, key_dim) float32
     """
     heads, dim = vector.shape
+    start, stop = (0, tokens) if span is None else (span.start, span.stop)
     t = turns(rotary, dim, tokens, shift, vector.device)
-    near = vector[:, None] * t.scale
-    near = near * t.fine_cos + near[..., t.partner] * t.fine_sin
-    near, crossed = near[:, None, : max(tokens, 1)], near[:, None, : max(tokens, 1), t.partner]
-    rows = torch.mul(near, t.coarse_cos[:, None]).addcmul_(crossed, t.coarse_sin[:, None])
-    return rows.view(heads, -1, dim)[:, :tokens]
+    coarse = slice(start // FINE, max(-(-stop // FINE), 1))
+    first = coarse.start * FINE
+    near, crossed = (part[:, None, : max(stop - first, 1)] for part in fine_rows(vector, t))
+    rows = torch.mul(near, t.coarse_cos[coarse, None]).addcmul_(crossed, t.coarse_sin[coarse, None])
+    return rows.view(heads, -1, dim)[:, start - first : stop - first]
 
 
 def position_logits(query: Tensor, vector: Tensor, rotary: Rotary, tokens: int, shift: int) -> Tensor:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -13,11 +14,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kvfold.kernels.channel_sums import less, spans
 from kvfold.kernels.native import Native
+from kvfold.kernels.position_bias import turns
 from kvfold.kernels.triton_rotated_table import alike, serves
 
 if TYPE_CHECKING:
     from kvfold.codecs.rotated import RotatedCode
+    from kvfold.stores.base import Rotary
 
 MAX_DIM = 256
 """Channels that the C loop takes."""
@@ -57,7 +61,13 @@ NATIVE = Native("rotated_encode.c", _declare)
 
 
 def encode_heads(
-    x: Tensor, codes: tuple[RotatedCode, ...], shares: Tensor | None = None, order: Tensor | None = None
+    x: Tensor,
+    codes: tuple[RotatedCode, ...],
+    shares: Tensor | None = None,
+    order: Tensor | None = None,
+    constant: Tensor | None = None,
+    rotary: Rotary | None = None,
+    shifts: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor] | None:
     """Code vectors of several heads.
 
@@ -70,6 +80,11 @@ def encode_heads(
         As `RotatedCode.encode` takes them; heads of fewer groups leave the last ones.
     order : (rows, heads, dim) uint8, optional
         The channels of x in the order in which the codes group them.
+    constant : (rows, heads, dim), optional
+        Taken from x beforehand, turned by RoPE to each token's position if `rotary` is given.
+    rotary : Rotary, optional
+    shifts : sequence of int
+        RoPE position of each row's index 0.
 
     Returns
     -------
@@ -86,10 +101,35 @@ def encode_heads(
     if serves(x.device, codes):
         from kvfold.kernels import triton_rotated_encode
 
-        return triton_rotated_encode.encode(x, codes, shares, order)
+        turn = [turns(rotary, x.shape[-1], x.shape[2], shift, x.device) for shift in shifts] if rotary else []
+        return triton_rotated_encode.encode(x, codes, shares, order, constant, turn)
     if x.device.type == "cpu" and x.shape[-1] <= MAX_DIM and not NATIVE.problem():
-        return _loop(x, codes, shares, order)
+        if constant is None:
+            return _loop(x, codes, shares, order)
+        return in_spans(lambda part: _loop(part, codes, shares, order), x, constant, rotary, shifts)
     return None
+
+
+def in_spans(
+    encode: Callable[[Tensor], tuple[Tensor, Tensor]],
+    x: Tensor,
+    constant: Tensor | None,
+    rotary: Rotary | None,
+    shifts: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    """What `encode` makes of x less the constant (see `encode_heads`), some tokens at a time: (rows, tokens, ...) each."""
+    whole: list[Tensor] = []
+    for span in spans(x.shape[2]):
+        part = x[:, :, span]
+        if constant is not None:
+            taken = [less(x[row], span, constant[row], rotary, shift) for row, shift in enumerate(shifts)]
+            part = torch.stack(taken)
+        for at, done in enumerate(encode(part)):
+            if len(whole) == at:
+                whole.append(done.new_empty(x.shape[0], x.shape[2], *done.shape[2:]))
+            whole[at][:, span] = done
+    codes, norms = whole
+    return codes, norms
 
 
 def _loop(

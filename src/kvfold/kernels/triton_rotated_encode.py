@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,10 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvfold.kernels.triton_channel_sums import tables_of, turned
 from kvfold.kernels.triton_rotated_table import CHANNELS, GROUP, LEVELS, PLANE, ROWS, START, WIDTH, table
 
 if TYPE_CHECKING:
     from kvfold.codecs.rotated import RotatedCode
+    from kvfold.kernels.position_bias import Turns
 
 _GROUP, _START, _CHANNELS, _WIDTH = map(tl.constexpr, (GROUP, START, CHANNELS, WIDTH))
 _LEVELS, _PLANE, _ROWS = map(tl.constexpr, (LEVELS, PLANE, ROWS))
@@ -27,10 +30,10 @@ SHAPES = {16: (32, 16, 4), 32: (32, 16, 4), 64: (32, 32, 4), 128: (64, 16, 8), 2
 @triton.jit
 def _encode(
     x, order, shares, codes, norms, channels, rotations, levels, heads_table,
-    heads, tokens, dim, code_bytes, scales, most_groups, row_stride, head_stride, token_stride,
+    constant, fine, crossed, coarse_cos, coarse_sin, coarse, heads, tokens, dim, code_bytes, scales, most_groups, row_stride, head_stride, token_stride,
     BLOCK: tl.constexpr, SIZE: tl.constexpr, STEP: tl.constexpr, BYTES: tl.constexpr, BITS: tl.constexpr,
     PLANES: tl.constexpr, BY_GROUP: tl.constexpr, KEEP_NORM: tl.constexpr, ORDER: tl.constexpr, SHARES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    CONSTANT: tl.constexpr, TURNED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(1).to(tl.int64) // heads, tl.program_id(1) % heads
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -55,11 +58,18 @@ def _encode(
             place = tl.load(order + tl.program_id(1).to(tl.int64) * dim + part, mask=known, other=0).to(
                 tl.int32
             )
+        here = known[:, None] & seen[None, :]
         piece = tl.load(
-            source + token[None, :].to(tl.int64) * token_stride + place[:, None],
-            mask=known[:, None] & seen[None, :],
-            other=0.0,
+            source + token[None, :].to(tl.int64) * token_stride + place[:, None], mask=here, other=0.0
         ).to(tl.float32)
+        if TURNED:
+            cos, sin = coarse_cos + row * coarse * dim, coarse_sin + row * coarse * dim
+            piece -= turned(
+                fine, crossed, cos, sin, tl.program_id(1), token[None, :], place[:, None], here, dim
+            )
+        elif CONSTANT:
+            taken = tl.load(constant + tl.program_id(1) * dim + place, mask=known, other=0.0)
+            piece -= tl.where(here, taken[:, None], 0.0)
         inside = (
             (part[None, :] >= start[:, None])
             & (part[None, :] < (start + wide)[:, None])
@@ -127,9 +137,17 @@ def _encode(
 
 
 def encode(
-    x: Tensor, codes: tuple[RotatedCode, ...], shares: Tensor | None = None, order: Tensor | None = None
+    x: Tensor,
+    codes: tuple[RotatedCode, ...],
+    shares: Tensor | None = None,
+    order: Tensor | None = None,
+    constant: Tensor | None = None,
+    turn: Sequence[Turns] = (),
 ) -> tuple[Tensor, Tensor]:
-    """Code vectors of several heads, as `kvfold.kernels.rotated_encode.encode_heads`; never waits for the device."""
+    """Code vectors of several heads, as `kvfold.kernels.rotated_encode.encode_heads`; never waits for the device.
+
+    `turn` has the turns of each row if the constant is turned.
+    """
     rows, heads, tokens, dim = x.shape
     if x.stride(-1) != 1:
         x = x.contiguous()
@@ -138,12 +156,20 @@ def encode(
     norms = torch.empty(rows, tokens, facts.scales, dtype=torch.float32, device=x.device)
     size = facts.channels.shape[-1]
     block, step, warps = SHAPES[size]
+    fixed, tables = x, [x] * 4
+    if constant is not None and turn:
+        own = zip(*(tables_of(one, t) for one, t in zip(constant, turn, strict=True)), strict=True)
+        tables = [tables[0] if rows == 1 else torch.stack(tables) for tables in own]
+    elif constant is not None:
+        fixed = constant.float().contiguous()
     _encode[(triton.cdiv(tokens, block), rows * heads)](
         x, x if order is None else order.contiguous(), x if shares is None else shares.contiguous(), packed, norms,
-        facts.channels, facts.rotations, facts.levels, facts.heads, heads, tokens, dim, facts.code_bytes, facts.scales,
+        facts.channels, facts.rotations, facts.levels, facts.heads,
+        fixed, *tables, turn[0].coarse_cos.shape[0] if turn else 0, heads, tokens, dim, facts.code_bytes, facts.scales,
         0 if shares is None else shares.shape[-1], x.stride(0), x.stride(1), x.stride(2),
         BLOCK=block, SIZE=size, STEP=step, BYTES=max(16, triton.next_power_of_2(facts.most_bytes)),
         BITS=facts.width, PLANES=facts.planes, BY_GROUP=codes[0].norms == "group", KEEP_NORM=codes[0].keep_norm,
-        ORDER=order is not None, SHARES=shares is not None, PRECISION="tf32x3", num_warps=warps,
+        ORDER=order is not None, SHARES=shares is not None,
+        CONSTANT=constant is not None, TURNED=constant is not None and len(turn) > 0, PRECISION="tf32x3", num_warps=warps,
     )  # fmt: skip
     return packed, norms

@@ -20,7 +20,7 @@ from kvfold.methods.keybias import KeyBias, key_constant
 from kvfold.stores.base import Store
 from kvfold.stores.coded import CodedStore
 from kvfold.stores.ragged import channel_dtype
-from kvfold.stores.rotated import RotatedLayout, RotatedStore, without_constant
+from kvfold.stores.rotated import RotatedLayout, RotatedStore
 from kvfold.stores.tokenwise import padding_of, shifts_of
 
 
@@ -235,10 +235,7 @@ class BlockGTQ(Method):
         """Of the calibration, or of the prompt itself."""
         if self.calibration is not None:
             return self._calibration().layer(view)
-        keys = view.keys.float()
-        if constant is not None:
-            keys = without_constant(keys, constant, view.rotary, shifts_of(view.positions))
-        return Energy.of(view, keys)
+        return Energy.of(view, constant)
 
     def _scores(self, energy: Energy) -> tuple[Tensor, Tensor, Tensor]:
         """A layer's blocks, the energy of keys in them, and what their bits are worth."""

@@ -24,8 +24,6 @@ from kvfold.methods.full import Full
 from kvfold.methods.keybias import KeyBias, key_constant
 from kvfold.methods.scores import key_energy, sampled_energy
 from kvfold.stores.base import Rotary, Store
-from kvfold.stores.rotated import without_constant
-from kvfold.stores.tokenwise import shifts_of
 
 Score = Literal["sum", "product"]
 """What a block's bits are worth: (E|q|^2 + E|k|^2) / 2 (paper), or E|q|^2 E|k|^2 (a logit's squared error)."""
@@ -51,10 +49,10 @@ class Energy:
     partner: Tensor
 
     @classmethod
-    def of(cls, view: LayerView, keys: Tensor) -> Energy:
-        """From a view with sampled queries, and its keys (batch, kv_heads, tokens, key_dim) as they will be coded."""
-        partner = partner_of(view.rotary, keys.shape[-1], keys.device)
-        return cls(sampled_energy(view).mean(0), key_energy(view, keys).mean(0), partner)
+    def of(cls, view: LayerView, constant: Tensor | None) -> Energy:
+        """From a view with sampled queries, and what is taken from its keys before coding (see `key_energy`)."""
+        partner = partner_of(view.rotary, view.keys.shape[-1], view.keys.device)
+        return cls(sampled_energy(view).mean(0), key_energy(view, constant).mean(0), partner)
 
     def blocks(self, score: Score) -> Tensor:
         """The two channels of each block of a head, (kv_heads, blocks, 2) int64.
@@ -263,10 +261,8 @@ class EnergyObserver(Method):
 
     def fold(self, views: Sequence[LayerView]) -> list[Store]:
         for view in (without_sinks(view, self.sinks) for view in views):
-            keys, constant = view.keys.float(), key_constant(view, self.bias)
-            if constant is not None:
-                keys = without_constant(keys, constant, view.rotary, shifts_of(view.positions))
-            new = Found(Energy.of(view, keys), int(view.valid[:, 0].sum()), view.key_bias is not None)
+            energy = Energy.of(view, key_constant(view, self.bias))
+            new = Found(energy, int(view.valid[:, 0].sum()), view.key_bias is not None)
             before = self.found.get(view.layer_idx)
             self.found[view.layer_idx] = new if before is None else new.after(before)
         return Full().fold(views)

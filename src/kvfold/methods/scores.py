@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d, pad
 
+from kvfold.kernels.channel_sums import channel_sums
 from kvfold.kernels.reference import column_mass
 from kvfold.methods.base import LayerView
+from kvfold.stores.tokenwise import shifts_of
 
 
 def keys_for_scores(view: LayerView) -> Tensor:
@@ -93,10 +95,20 @@ def sampled_energy(view: LayerView) -> Tensor:
     return total / (real.sum((1, 2, 3)) * group).clamp_min(1)[:, None, None]
 
 
-def key_energy(view: LayerView, keys: Tensor | None = None) -> Tensor:
-    """Mean squared key channel over valid tokens, (batch, kv_heads, key_dim) float32."""
-    squares = (view.keys if keys is None else keys).float().square() * view.valid[..., None]
-    return squares.sum(2) / view.valid.sum(2).clamp_min(1)[..., None]
+def key_energy(view: LayerView, constant: Tensor | None = None) -> Tensor:
+    """Mean squared key channel over valid tokens, (batch, kv_heads, key_dim) float32.
+
+    constant : (batch, kv_heads, key_dim), optional
+        Taken from the keys, turned by RoPE to their positions where the method works with it.
+    """
+    shifts = [0] * len(view.keys) if constant is None else shifts_of(view.positions)
+    squares = [
+        channel_sums(
+            view.keys[row], view.valid[row], None if constant is None else constant[row], view.rotary, shift
+        )[1]
+        for row, shift in enumerate(shifts)
+    ]
+    return torch.stack(squares) / view.valid.sum(2).clamp_min(1)[..., None]
 
 
 def smooth(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import groupby
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ from kvfold.codecs import logarithm
 from kvfold.codecs.rotated import RotatedCode, stored_norms
 from kvfold.kernels.position_bias import position_logits, turned_rows
 from kvfold.kernels.reference import Part, soft_cap, softmax_part
-from kvfold.kernels.rotated_encode import encode_heads
+from kvfold.kernels.rotated_encode import encode_heads, in_spans
 from kvfold.kernels.triton_rotated_table import serves
 from kvfold.stores.base import AttendContext, Rotary
 from kvfold.stores.tokenwise import TokenwiseLayout, TokenwiseStore, rotary_for
@@ -98,24 +99,12 @@ class RotatedStore(TokenwiseStore):
         """
         buffers = {**extra, **_exact_sinks(keys, values, layout)}
         rotary = rotary_for(layout.turned, rotary)
-        if "key_mean" in extra:
-            keys = without_constant(keys.float(), extra["key_mean"], rotary, layout.shifts)
         for name, x, codes in (("key", keys, layout.keys), ("value", values, layout.values)):
-            order = extra.get(f"{name}_order")
-            done = encode_heads(x, codes, extra.get(f"{name}_shares"), order)
+            order, shares = extra.get(f"{name}_order"), extra.get(f"{name}_shares")
+            taken = extra.get(f"{name}_mean"), rotary, layout.shifts
+            done = encode_heads(x, codes, shares, order, *taken)
             if done is None:
-                if order is not None:
-                    x = x.gather(-1, order.long()[:, :, None].expand_as(x))
-                coded = []
-                for heads, code in _runs(codes):
-                    shares = extra[f"{name}_shares"][:, None, heads] if f"{name}_shares" in extra else None
-                    coded.append(
-                        [part.flatten(2) for part in code.encode(x[:, heads].transpose(1, 2), shares)]
-                    )
-                done = (
-                    torch.cat([part[0] for part in coded], -1),
-                    torch.cat([part[1].float() for part in coded], -1),
-                )
+                done = in_spans(partial(_encode, codes=codes, shares=shares, order=order), x, *taken)
             buffers[f"{name}_codes"], norms = done
             if layout.norm_bits == 8:
                 real = norms if "valid" not in extra else norms.where(extra["valid"][..., None], 0)
@@ -214,7 +203,7 @@ class RotatedStore(TokenwiseStore):
         if "key_mean" in self.buffers:
             mean, shift = self.buffers["key_mean"][row], self.layout.shifts[row]
             rotary = rotary_for(self.layout.turned, rotary)
-            keys = keys + _turned(mean, rotary, span.stop - span.start, shift + span.start)
+            keys = keys + _turned(mean, rotary, self.tokens, shift, span)
         values = self.value_from_basis(row, self.coded_values(row, span))
         first, stop = self._sinks(row)
         inside = slice(max(first, span.start), min(stop, span.stop))
@@ -274,12 +263,21 @@ def _exact_sinks(keys: Tensor, values: Tensor, layout: RotatedLayout) -> dict[st
     return found
 
 
-def without_constant(keys: Tensor, mean: Tensor, rotary: Rotary | None, shifts: Sequence[int]) -> Tensor:
-    """Keys (rows, kv_heads, tokens, key_dim) less a constant (rows, kv_heads, key_dim), turned by RoPE if it is given."""
-    turned = [_turned(mean[row], rotary, keys.shape[2], shift) for row, shift in enumerate(shifts)]
-    return keys - torch.stack(turned)
+def _encode(
+    x: Tensor, codes: tuple[RotatedCode, ...], shares: Tensor | None, order: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """As `encode_heads`, code by code in plain torch."""
+    if order is not None:
+        x = x.gather(-1, order.long()[:, :, None].expand_as(x))
+    coded = []
+    for heads, code in _runs(codes):
+        own = None if shares is None else shares[:, None, heads]
+        coded.append([part.flatten(2) for part in code.encode(x[:, heads].transpose(1, 2), own)])
+    packed, norms = zip(*coded, strict=True)
+    return torch.cat(packed, -1), torch.cat([part.float() for part in norms], -1)
 
 
-def _turned(mean: Tensor, rotary: Rotary | None, tokens: int, shift: int) -> Tensor:
-    """The mean key (kv_heads, key_dim) at each position, (kv_heads, tokens | 1, key_dim)."""
-    return mean.float()[:, None] if rotary is None else turned_rows(mean.float(), rotary, tokens, shift)
+def _turned(mean: Tensor, rotary: Rotary | None, tokens: int, shift: int, span: slice) -> Tensor:
+    """The mean key (kv_heads, key_dim) at each position of the span, (kv_heads, n | 1, key_dim)."""
+    mean = mean.float()
+    return mean[:, None] if rotary is None else turned_rows(mean, rotary, tokens, shift, span)
