@@ -18,6 +18,7 @@ from kvfold.hf.cache import FoldedCache
 from kvfold.hf.fingerprint import fingerprint
 from kvfold.hf.support import CACHE_KEYWORD, cache_shape, check_supported
 from kvfold.methods.base import Method
+from kvfold.methods.work import Work
 
 
 def fold(
@@ -28,6 +29,7 @@ def fold(
     *,
     chunk_size: int | None = None,
     progress: Callable[[int, int], None] | None = None,
+    work: Work | None = None,
 ) -> FoldedCache:
     """Run a prompt through the model and fold its cache.
 
@@ -42,6 +44,9 @@ def fold(
         Prefill this many tokens at a time. The result is the same; the peak then holds every layer's exact prompt.
     progress : callable, optional
         Called with (layer index, number of layers) as layers are folded.
+    work : Work, optional
+        What methods that take long tell and keep while they work: with a `kvfold.artifact.SavedWork` a fold that was
+        stopped goes on from where it was.
 
     Returns
     -------
@@ -65,7 +70,9 @@ def fold(
     cache = FoldedCache(method, model.config, prompt_tokens=tokens, progress=progress)
     cache.watch(model)
     cache.prompt_hash = token_hash(input_ids)
+    cache.work = work or cache.work
     prefill(model, cache, input_ids, attention_mask, chunk_size)
+    cache.work = Work()  # a later turn is other work
     return cache
 
 

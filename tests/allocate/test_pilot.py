@@ -20,6 +20,14 @@ def test_square_root_rule_by_hand():
     assert damped_counts(torch.tensor([1.0, 4.0, 9.0]), 31, 0.0, 1, 100).tolist() == [11, 10, 10]
 
 
+def test_limits_and_bases_of_each_unit():
+    # With the 10 that each has, 20, 40, 60 in proportion to roots.
+    assert damped_counts(torch.tensor([1.0, 4.0, 9.0]), 90, 0.5, 1, 100, base=10.0).tolist() == [10, 30, 50]
+    low, high = torch.tensor([30, 1, 1]), torch.tensor([100, 25, 100])
+    assert damped_counts(torch.tensor([1.0, 4.0, 9.0]), 90, 0.5, low, high).tolist() == [30, 24, 36]
+    assert damped_counts(torch.tensor([1.0, 4.0, 1.0]), 90, 0.5, low, high).tolist() == [33, 25, 32]
+
+
 @given(
     st.lists(st.floats(0, 1e6), min_size=1, max_size=40),
     st.floats(0, 1),

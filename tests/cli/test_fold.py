@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from kvfold.artifact import load_stores, read_manifest
 from kvfold.methods.rdkv_published import WIDTH_SETS
@@ -241,3 +242,37 @@ def test_control_c(kvfold, document, model_folder, monkeypatch):
     result = kvfold("fold", document, "--model", model_folder, "--method", "full")
     assert result.exit_code == 130
     assert not result.stdout
+
+
+@pytest.mark.parametrize("store", [False, True])
+def test_a_stopped_fold_goes_on_with_the_same_command(kvfold, document, model_folder, monkeypatch, store):
+    from kvfold.methods import KVSculpt, kvsculpt
+
+    monkeypatch.setattr(kvsculpt, "SLICE_BYTES", (1, 1))
+    command = ["fold", document, "--model", model_folder, "--method", "kvsculpt", "--keep", "0.4", "--json"]
+    command += ["--option", "steps=2", "--option", "chunk=100"]
+    whole = json.loads(kvfold(*command, "-o", "whole.kvf").stdout)
+    solved, real = [], KVSculpt._solve
+
+    def solve(*given):
+        if len(solved) == 5:
+            raise KeyboardInterrupt
+        solved.append(1)
+        return real(*given)
+
+    monkeypatch.setattr(KVSculpt, "_solve", solve)
+    command += ["--store", "kept"] if store else ["-o", "again.kvf"]
+    stopped = kvfold(*command)
+    assert stopped.exit_code == 130 and "goes on from there" in stopped.stderr
+    (parts,) = document.parent.glob("**/*.parts")
+    assert len(list(parts.iterdir())) == 5
+    assert not list(document.parent.glob("**/again.kvf"))
+    solved.append(1)
+    resumed = kvfold(*command)
+    assert resumed.exit_code == 0 and "going on" in resumed.stderr, resumed.output
+    assert not parts.exists()
+    paths = [whole["path"], json.loads(resumed.stdout)["path"]]
+    (_, one), (_, two) = (load_stores(path) for path in paths)
+    for first, second in zip(one, two, strict=True):
+        for a, b in zip(first, second, strict=True):
+            assert all(torch.equal(tensor, b.tensors()[name]) for name, tensor in a.tensors().items())

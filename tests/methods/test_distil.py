@@ -14,6 +14,13 @@ from tests.methods.baselines.views import view
 STAYS = torch.tensor([0, 1, 57, 58, 59])
 
 
+def others(head, stay):
+    """Index of a head's tokens that do not stay."""
+    mask = torch.ones(len(head.positions), dtype=torch.bool)
+    mask[stay] = False
+    return mask.nonzero().flatten()
+
+
 def batch(softcap=None, lse=0.3, counts=(9, 5), pads=(0, 17)):
     """Two heads of unequal queries and keys, and what they were made of."""
     one = view(pads=pads, softcap=softcap)
@@ -23,7 +30,7 @@ def batch(softcap=None, lse=0.3, counts=(9, 5), pads=(0, 17)):
         [torch.tensor([0]), torch.arange(len(heads[1].positions) - 4, len(heads[1].positions))]
     )
     asked = [
-        Questions.of(head, *head.attend()[1:], stay, one.scaling)
+        Questions.of(head, head.attend(), head.apart(head.attend(), others(head, stay))[1])
         for head, stay in zip(heads, stays, strict=True)
     ]
     generator = torch.Generator().manual_seed(5)
@@ -37,11 +44,11 @@ def loss_by_hand(head, stay, keys, values, scaling, softcap, weight):
     cap = (lambda x: x) if softcap is None else (lambda x: softcap * torch.tanh(x / softcap))
     new = cap(head.queries.double() @ keys.T * scaling)
     beside = head.beside_lse.double()[:, None]
-    logits = torch.cat([new, head.logits[:, stay].double(), beside], 1)
+    logits = torch.cat([new, head.logits(stay).double(), beside], 1)
     share = logits.softmax(-1)
     output = share[:, : len(keys)] @ values + share[:, len(keys) : -1] @ head.values[stay].double()
     output = output + share[:, -1:] * head.beside_output.double()
-    full = torch.cat([head.logits.double(), beside], 1)
+    full = torch.cat([head.logits(slice(None)).double(), beside], 1)
     exact = full.softmax(-1)[:, :-1] @ head.values.double() + full.softmax(-1)[:, -1:] * head.beside_output
     off = logits.logsumexp(-1) - full.logsumexp(-1)
     return (output - exact).square().mean(-1), weight * off.square()
@@ -64,7 +71,7 @@ def test_loss_and_gradient(softcap, monkeypatch):
             assert float(losses[i]) == pytest.approx(float(expected.detach()), rel=1e-4)
             found = gradients[i].view(9, 16)
             assert torch.allclose(
-                found[:count].double(), keys.grad, atol=1e-5 * float(keys.grad.abs().max()) + 1e-7
+                found[:count].double(), keys.grad, atol=1e-4 * float(keys.grad.abs().max()) + 1e-7
             )
             assert not found[count:].any()
         alone, one_gradient = made(x[1:], torch.tensor([1]))
@@ -99,9 +106,9 @@ def test_values_are_the_ridge_solution(everything):
         head, stay = heads[i], stays[i]
         used = torch.ones_like(head.held) if everything else ~head.held
         new = head.queries @ made.keys[i, :count].T * one.scaling
-        logits = torch.cat([new, head.logits[:, stay], head.beside_lse[:, None]], 1).double()
+        logits = torch.cat([new, head.logits(stay), head.beside_lse[:, None]], 1).double()
         share = logits.softmax(-1)[used].numpy()
-        _, exact, _ = head.attend()
+        exact, _ = head.attend()
         lacking = exact[used].double().numpy() - share[:, count:-1] @ head.values[stay].double().numpy()
         lacking -= share[:, -1:] * head.beside_output[used].double().numpy()
         expected, *_ = np.linalg.lstsq(
@@ -116,11 +123,11 @@ def test_values_are_the_ridge_solution(everything):
 def test_every_token_kept_leaves_no_error():
     one = view()
     head = training(one, 0, 0, "reread", window=3, horizon=16)
-    others = torch.tensor([t for t in range(60) if t not in STAYS])
+    replaced = others(head, STAYS)
     made = Batch(
-        [Questions.of(head, *head.attend()[1:], STAYS, one.scaling)],
-        [head.keys[others]],
-        [head.values[others]],
+        [Questions.of(head, head.attend(), head.apart(head.attend(), replaced)[1])],
+        [head.keys[replaced]],
+        [head.values[replaced]],
         None,
         1.0,
     )

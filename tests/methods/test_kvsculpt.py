@@ -11,6 +11,7 @@ import torch
 from kvfold.errors import BudgetError, UnsupportedModelError
 from kvfold.methods import KVSculpt, kvsculpt
 from kvfold.methods.queries import training
+from kvfold.methods.work import Work
 from tests.methods.baselines.views import view
 
 SMALL = dict(keep=0.45, sinks=2, window=6, horizon=16)
@@ -49,7 +50,7 @@ def error(one, store, source="reread"):
         logits = asked.queries.double() @ kept.keys.double().T * one.scaling
         share = torch.cat([logits, asked.beside_lse.double()[:, None]], 1).softmax(-1)
         output = share[:, :-1] @ kept.values.double() + share[:, -1:] * asked.beside_output.double()
-        found.append(float((output - asked.attend()[1]).square().mean()))
+        found.append(float((output - asked.attend()[0]).square().mean()))
     return np.array(found)
 
 
@@ -85,7 +86,7 @@ def test_no_steps_keep_the_keys_of_the_most_attended_tokens():
     (store,) = KVSculpt(**SMALL, heads="uniform", steps=0).fold([one])
     for head in range(2):
         kept, asked = store.kept(0, head), training(one, 0, head, "reread", 6, 16)
-        mass = asked.attend()[0].square().sum(0)
+        mass = asked.apart(asked.attend(), slice(None))[0].square().sum(0)
         mass[[0, 1, *range(54, 60)]] = 0
         best = sorted(mass.argsort(descending=True)[: len(kept.positions) - 8].tolist())
         assert kept.positions[:-8].tolist() == best
@@ -99,10 +100,10 @@ def test_values_of_what_is_stored_cannot_be_better():
     (store,) = KVSculpt(**options).fold([one])
     kept, asked = store.kept(0, 0), training(one, 0, 0, "reread", 6, 16)
     logits = asked.queries.double() @ kept.keys.double().T * one.scaling
-    logits[asked.logits[:, kept.positions].isinf()] = -torch.inf
+    logits[asked.logits(kept.positions).isinf()] = -torch.inf
     share = torch.cat([logits, asked.beside_lse.double()[:, None]], 1).softmax(-1)
     rest = share[:, 8:-1] @ kept.values[8:].double() + share[:, -1:] * asked.beside_output
-    lacking = (asked.attend()[1] - rest).numpy()
+    lacking = (asked.attend()[0] - rest).numpy()
     best, *_ = np.linalg.lstsq(share[:, :8].numpy(), lacking, rcond=None)
     least = np.square(share[:, :8].numpy() @ best - lacking).mean()
     found = np.square(share[:, :8].numpy() @ kept.values[:8].double().numpy() - lacking).mean()
@@ -196,10 +197,123 @@ def test_slices_do_not_change_what_comes_out(monkeypatch):
     one = prompt()
     method = KVSculpt(keep=0.3, sinks=2, window=6, horizon=16)
     (whole,) = method.fold([one])
-    monkeypatch.setattr(kvsculpt, "SLICE_BYTES", 1)
+    monkeypatch.setattr(kvsculpt, "SLICE_BYTES", (1, 1))
     (sliced,) = method.fold([one])
     for name, tensor in whole.buffers.items():
         assert torch.allclose(sliced.buffers[name].float(), tensor.float(), atol=2e-2), name
+
+
+@pytest.mark.parametrize("chunk", [20, 47, 1])
+def test_pieces_keep_the_budget_the_ends_and_the_order(chunk):
+    one = view(pads=(0, 17))
+    (whole,) = KVSculpt(**SMALL).fold([one])
+    (store,) = KVSculpt(**SMALL, chunk=chunk).fold([one])
+    assert torch.equal(store.buffers["counts"].sum(1), whole.buffers["counts"].sum(1))
+    for row, first in enumerate((0, 17)):
+        for head in range(2):
+            kept = store.kept(row, head)
+            ends = [first, first + 1, *range(54, 60)]
+            assert kept.positions[-8:].tolist() == ends
+            assert torch.allclose(kept.values[-8:], one.values[row, head, ends], atol=4e-3)
+            others = kept.positions[:-8].tolist()
+            assert others == sorted(set(others) - set(ends))
+
+
+def test_one_large_chunk_is_the_whole():
+    one = prompt()
+    options = dict(keep=0.3, sinks=2, window=6, horizon=16)
+    (whole,), (same,) = (KVSculpt(**options, chunk=chunk).fold([one]) for chunk in (None, 152))
+    assert all(torch.equal(same.buffers[name], tensor) for name, tensor in whole.buffers.items())
+
+
+def test_pieces_together_give_the_whole_output():
+    """Each answers for its part of it, so that what is gained in parts is gained in all."""
+    one = prompt()
+    options = dict(tokens=56, sinks=2, window=6, horizon=16, heads="uniform", chunk=40, lse=0.0)
+    fit = error(one, KVSculpt(**options, steps=0).fold([one])[0])
+    free = error(one, KVSculpt(**options, steps=40).fold([one])[0])
+    nothing = error(one, KVSculpt(**{**options, "chunk": None, "tokens": 12}, steps=0).fold([one])[0])
+    assert (free < 0.75 * fit).all() and (fit < 0.1 * nothing).all()
+
+
+def test_pieces_get_what_they_need():
+    """Of one head, the half that is hardly attended to gets less."""
+    keys, sampled = prompt().keys.clone(), prompt().sampled.clone()
+    sampled[..., 0] = 3
+    keys[..., 0] = 0
+    keys[:, :, 80:, 0] = -5
+    one = prompt(keys=keys, sampled=sampled, queries=sampled[:, :, -8:])
+    (store,) = KVSculpt(keep=0.3, sinks=2, window=6, steps=0, chunk=76).fold([one])
+    for head in range(2):
+        positions = store.kept(0, head).positions[:-8]
+        assert (positions < 78).sum() > 1.5 * (positions >= 78).sum()
+
+
+def test_logits_of_a_piece_at_a_time_are_all_that_is_held(monkeypatch):
+    widths = []
+
+    def noted(self, tokens, real=kvsculpt.Training.logits):
+        found = real(self, tokens)
+        widths.append(found.shape[1])
+        return found
+
+    monkeypatch.setattr(kvsculpt.Training, "logits", noted)
+    monkeypatch.setattr("kvfold.methods.queries.BLOCK", 25)
+    KVSculpt(keep=0.3, sinks=2, window=6, horizon=16, chunk=30).fold([prompt()])
+    assert max(widths) <= 34
+    assert sum(widths) <= 4 * (160 + 160)  # of two heads, twice: all tokens, and those of the pieces
+
+
+class Kept(Work):
+    """Parts in memory; stops the fold when so many have been kept."""
+
+    def __init__(self, stop=None):
+        super().__init__(lambda *told: self.heard.append(told))
+        self.parts, self.heard, self.stop = {}, [], stop
+
+    def kept(self, name):
+        return self.parts.get(name)
+
+    def keep(self, name, tensors):
+        self.parts[name] = {key: tensor.clone() for key, tensor in tensors.items()}
+        if len(self.parts) == self.stop:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("chunk, stop", [(None, 1), (None, 6), (76, 3), (76, 11)])
+def test_a_stopped_fold_goes_on_from_what_was_finished(monkeypatch, chunk, stop):
+    monkeypatch.setattr(kvsculpt, "SLICE_BYTES", (1, 1))
+    method = KVSculpt(keep=0.3, sinks=2, window=6, horizon=16, steps=2, pilot_steps=1, chunk=chunk)
+    one, two = prompt(num_layers=2), prompt(seed=1, layer_idx=1, num_layers=2)
+    whole = method.fold([one, two])
+    solved, real = [], KVSculpt._solve
+    monkeypatch.setattr(KVSculpt, "_solve", lambda *given: solved.append(1) or real(*given))
+    one.work = two.work = work = Kept(stop)
+    with pytest.raises(KeyboardInterrupt):
+        method.fold([one, two])
+    work.stop, before = None, len(solved)
+    again = method.fold([one, two])
+    assert before == stop and len(solved) == len(work.parts) == 2 * 4 * (1 if chunk is None else 2)
+    for first, second in zip(whole, again, strict=True):
+        assert all(torch.equal(second.buffers[name], tensor) for name, tensor in first.buffers.items())
+
+
+def test_parts_of_other_counts_are_not_taken():
+    one = prompt()
+    one.work = Kept()
+    KVSculpt(tokens=40, sinks=2, window=6, horizon=16).fold([one])
+    (found,) = KVSculpt(tokens=50, sinks=2, window=6, horizon=16).fold([one])
+    (right,) = KVSculpt(tokens=50, sinks=2, window=6, horizon=16).fold([prompt()])
+    assert torch.equal(found.buffers["keys"], right.buffers["keys"])
+
+
+def test_tells_how_far_it_is():
+    one = prompt()
+    one.work = Kept()
+    KVSculpt(keep=0.3, sinks=2, window=6, horizon=16, pilot_steps=5).fold([one])
+    done = [at for at, _ in one.work.heard]
+    assert done == sorted(done) and len(done) >= 6
+    assert {total for _, total in one.work.heard} == {done[-1]}
 
 
 def test_short_and_whole():
@@ -222,6 +336,7 @@ def test_bad_input():
         ({"damping": 2.0}, "damping"),
         ({"floor": 1.5}, "floor"),
         ({"cap": 0.5}, "cap"),
+        ({"chunk": 0}, "chunk"),
     ):
         with pytest.raises(ValueError, match=name):
             KVSculpt(keep=0.3, **options)

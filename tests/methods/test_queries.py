@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvfold.methods import queries
 from kvfold.methods.queries import training
 from tests.methods.baselines.views import view
 from tests.stores.checks import Turn
@@ -24,6 +25,7 @@ def test_by_hand(source, rotary):
     for row, head in [(0, 0), (0, 1), (1, 1)]:
         found = training(one, row, head, source, window=6, horizon=7)
         real = [t for t in range(60) if one.valid[row, head, t]]
+        logits_found = found.logits(slice(None))
         assert found.positions.tolist() == real
         at, line = one.positions[row], 0
         for member in range(2):
@@ -38,7 +40,7 @@ def test_by_hand(source, rotary):
                     moved = turn.rotate(moved, torch.tensor([int(at[-1]) + 1 + ahead]))[0]
                 assert torch.allclose(found.queries[line], moved, atol=1e-4)
                 expected = one.keys[row, head, real] @ moved * one.scaling
-                assert torch.allclose(found.logits[line], expected, atol=1e-3)
+                assert torch.allclose(logits_found[line], expected, atol=1e-3)
                 near = [t for t in real if index - ahead <= t <= index] if source == "reread" else []
                 if near:
                     logits = (one.keys[row, head, near] @ query * one.scaling).double().numpy()
@@ -57,7 +59,7 @@ def test_by_hand(source, rotary):
                     float(query @ one.keys[row, head, t]) * one.scaling if t <= where else -np.inf
                     for t in real
                 ]
-                assert np.allclose(found.logits[line].numpy(), expected, atol=1e-4)
+                assert np.allclose(logits_found[line].numpy(), expected, atol=1e-4)
                 assert float(found.beside_lse[line]) == -np.inf and not found.held[line]
                 line += 1
         assert line == len(found.queries)
@@ -78,21 +80,50 @@ def test_a_token_read_again_relates_to_its_neighbours_as_it_did():
     assert torch.allclose(found.beside_lse[9], logits.logsumexp(-1)[0], atol=1e-4)
 
 
-def test_attention_is_over_prompt_and_what_is_beside_it():
+def exact(found, index):
+    """(weights, output, log-sum-exp) over some tokens and what is beside the prompt, in float64."""
+    logits = found.logits(index).double()
+    both = torch.cat([logits, found.beside_lse.double()[:, None]], 1)
+    share = both.softmax(-1)
+    output = share[:, :-1] @ found.values[index].double() + share[:, -1:] * found.beside_output.double()
+    return share[:, :-1], output, both.logsumexp(-1)
+
+
+def test_attention_is_over_prompt_and_what_is_beside_it(monkeypatch):
     found = training(view(softcap=3.0), 0, 1, "reread", window=6, horizon=16)
-    chosen = torch.tensor([3, 17, 40])
-    for index in (None, chosen):
-        weights, output, lse = found.attend(index)
-        logits = (found.logits if index is None else found.logits[:, index]).double()
-        values = (found.values if index is None else found.values[index]).double()
-        both = torch.cat([logits, found.beside_lse.double()[:, None]], 1)
-        share = both.softmax(-1)
-        assert torch.allclose(lse.double(), both.logsumexp(-1), atol=1e-5)
-        assert torch.allclose(weights.double(), share[:, :-1], atol=1e-5)
-        expected = share[:, :-1] @ values + share[:, -1:] * found.beside_output
-        real = lse.isfinite()  # a window query that sees none of the chosen
-        assert torch.allclose(output[real].double(), expected[real], atol=1e-5)
-    assert float(found.logits[:20].abs().max()) <= 3
+    _, output, lse = exact(found, slice(None))
+    for block in (queries.BLOCK, 7):
+        monkeypatch.setattr(queries, "BLOCK", block)
+        whole = found.attend()
+        assert torch.allclose(whole[0].double(), output, atol=1e-5)
+        assert torch.allclose(whole[1].double(), lse, atol=1e-5)
+    assert float(found.logits(slice(None))[:20].abs().max()) <= 3
+
+
+def test_tokens_apart_from_all_else():
+    found = training(view(), 0, 1, "reread", window=6, horizon=16)
+    whole = found.attend()
+    for tokens in (slice(4, 50), torch.tensor([3, 17, 40])):
+        weights, (rest, rest_lse) = found.apart(whole, tokens)
+        others = torch.ones(60, dtype=torch.bool)
+        others[tokens] = False
+        _, output, lse = exact(found, others.nonzero().flatten())
+        assert torch.allclose(weights.double(), exact(found, slice(None))[0][:, tokens], atol=1e-5)
+        share = (lse - whole[1]).exp()
+        assert torch.allclose((rest_lse - whole[1]).exp().double(), share, atol=1e-5)
+        # What counts is the rest's part of the whole, however little of it there is.
+        assert torch.allclose(rest.double() * share[:, None], output * share[:, None], atol=1e-5)
+    weights, (rest, rest_lse) = found.apart(whole, slice(0, 60))
+    assert bool(rest.isfinite().all()) and bool(rest_lse.isfinite().all())
+
+
+def test_what_is_beside_does_not_depend_on_how_many_at_a_time(monkeypatch):
+    one = view(pads=(0, 25), softcap=3.0)
+    whole = training(one, 1, 0, "reread", window=6, horizon=7)
+    monkeypatch.setattr(queries, "BESIDE", 2)
+    parts = training(one, 1, 0, "reread", window=6, horizon=7)
+    assert torch.allclose(whole.beside_lse, parts.beside_lse, atol=1e-5)
+    assert torch.allclose(whole.beside_output, parts.beside_output, atol=1e-5)
 
 
 def test_held_out_queries_are_spans_of_an_eighth():

@@ -3,5 +3,6 @@
 from kvfold.artifact.container import VERSION, read_manifest
 from kvfold.artifact.state import load, load_stores, save
 from kvfold.artifact.store import ArtifactStore
+from kvfold.artifact.work import SavedWork
 
-__all__ = ["VERSION", "ArtifactStore", "load", "load_stores", "read_manifest", "save"]
+__all__ = ["VERSION", "ArtifactStore", "SavedWork", "load", "load_stores", "read_manifest", "save"]

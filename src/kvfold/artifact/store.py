@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_ENTRY, _MARK = ".kvf", ".used"
+_ENTRY, _MARK, _PARTS = ".kvf", ".used", ".parts"
 _KEY = re.compile(r"[0-9a-f]{64}")
 _FILES = frozenset({"calibration", "gates"})
 """Method options that name a file: what is in it counts, not where it is."""
@@ -128,6 +128,10 @@ class ArtifactStore:
     def path(self, key: str) -> str:
         """Where an entry is, or would be: a path or URL for `kvfold.load`."""
         return self._inside(key + _ENTRY)
+
+    def parts(self, key: str) -> str:
+        """A folder for finished parts of an entry that is being made; `collect` removes it once it is a day old."""
+        return self._inside(key + _PARTS)
 
     def resolve(self, start: str) -> str:
         """The key that begins with these digits.
@@ -301,10 +305,11 @@ class ArtifactStore:
         listed = [name for name, _ in self._listed(fs, root)]
         for name in listed:
             orphan = name.endswith(_MARK) and name.removesuffix(_MARK) + _ENTRY not in listed
-            if orphan or (name.startswith(".kvfold-") and name.endswith(".tmp")):
+            half = (name.startswith(".kvfold-") and name.endswith(".tmp")) or name.endswith(_PARTS)
+            if orphan or half:
                 with suppress(Exception):  # not every file system knows ages
                     if time.time() - fs.modified(f"{root}/{name}").timestamp() > _ABANDONED:
-                        fs.rm_file(f"{root}/{name}")
+                        fs.rm(f"{root}/{name}", recursive=name.endswith(_PARTS))
 
     def _exists(self, key: str) -> bool:
         fs, root = self._opened()

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,6 +16,9 @@ from kvfold.cli import console
 from kvfold.cli.models import DEMO, DEVICES, DTYPES
 from kvfold.cli.store import DIGITS, open_store, size_of
 from kvfold.errors import ArtifactError, KvfoldError
+
+if TYPE_CHECKING:
+    from kvfold.methods.work import Work
 
 STDIN = "-"
 
@@ -120,12 +123,14 @@ def fold(
     key = None if kept is None else kept.key(loaded, ids, chosen)
     found = None if kept is None or key is None else _found(kept, key)
     if found is None:
-        cache, seconds = fold_ids(loaded, ids, chosen, chunk_size=chunk_size, quiet=json_)
-        ledger, report = cache.ledger().to_dict(), cache.report
-        if kept is None or key is None:
-            save(cache, path, extra)
-        else:
-            path = kept.put(key, cache, extra)
+        parts = f"{path}.parts" if kept is None or key is None else kept.parts(key)
+        with _resumed(parts, loaded, ids, chosen) as work:
+            cache, seconds = fold_ids(loaded, ids, chosen, chunk_size=chunk_size, quiet=json_, work=work)
+            ledger, report = cache.ledger().to_dict(), cache.report
+            if kept is None or key is None:
+                save(cache, path, extra)
+            else:
+                path = kept.put(key, cache, extra)
     else:
         assert kept is not None and key is not None
         path, extra, seconds = kept.path(key), found["extra"], 0.0
@@ -201,37 +206,77 @@ def document_prompt(model: Any, tokenizer: Any, text: str, *, truncate: bool = F
     return torch.tensor([ids], device=model.device), template
 
 
+@contextmanager
+def _resumed(parts: str, model: Any, ids: Any, method: Any) -> Iterator[Any]:
+    """Work that is kept beside a local output until the block ends well, so that the same command goes on with it."""
+    from kvfold.artifact import SavedWork
+    from kvfold.artifact.files import is_url
+    from kvfold.methods.work import Work
+
+    if is_url(parts):
+        yield Work()
+        return
+    work = SavedWork(parts, model, ids, method)
+    if work.parts:
+        console.note(f"going on with what is in {parts}, where that is of this fold")
+    try:
+        yield work
+    except BaseException:
+        if work.parts:
+            console.note(f"what is done is kept in {parts}: the same command goes on from there")
+        raise
+    work.remove()
+
+
 def fold_ids(
-    model: Any, ids: Any, method: Any, *, chunk_size: int | None = None, quiet: bool = False
+    model: Any,
+    ids: Any,
+    method: Any,
+    *,
+    chunk_size: int | None = None,
+    quiet: bool = False,
+    work: Work | None = None,
 ) -> tuple[Any, float]:
     """Fold a prompt with a progress bar: (cache, seconds)."""
     from kvfold.api import fold as fold_prompt
+    from kvfold.methods.work import Work
 
-    start = time.perf_counter()
-    with _progress(f"folding {ids.shape[1]} tokens", quiet) as advance:
-        cache = fold_prompt(model, ids, method, chunk_size=chunk_size, progress=advance)
+    start, work = time.perf_counter(), work or Work()
+    with _progress(f"folding {ids.shape[1]} tokens", quiet) as (advance, tell):
+        work.told = tell
+        cache = fold_prompt(model, ids, method, chunk_size=chunk_size, progress=advance, work=work)
     return cache, time.perf_counter() - start
 
 
 @contextmanager
-def _progress(title: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+def _progress(
+    title: str, quiet: bool
+) -> Iterator[tuple[Callable[[int, int], None], Callable[[int, int], None]]]:
+    """Bars of layers folded and, where a method tells of it, of work done within: called to move the one, the other."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     screen = console.err()
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
-        TextColumn("layer"),
-        MofNCompleteColumn(),
+        TextColumn("{task.fields[count]}"),
         TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
     )
     with Progress(*columns, console=screen, transient=True, disable=quiet or not screen.is_terminal) as bar:
-        task = bar.add_task(title, total=None)
+        task = bar.add_task(title, total=None, count="")
+        within: list[Any] = []
 
         def advance(layer: int, layers: int) -> None:
-            bar.update(task, completed=layer + 1, total=layers)
+            bar.update(task, completed=layer + 1, total=layers, count=f"layer {layer + 1}/{layers}")
 
-        yield advance
+        def tell(done: int, total: int) -> None:
+            if not within:
+                within.append(bar.add_task("of which distilled", total=total, count=""))
+            bar.update(within[0], completed=done, total=total, count=f"{done / max(total, 1):.0%}")
+
+        yield advance, tell
 
 
 def read_document(document: str) -> tuple[str, str]:

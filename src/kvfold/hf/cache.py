@@ -16,9 +16,12 @@ from kvfold.hf.rotary import ModelRotary, rotary_of, uses_rotary
 from kvfold.hf.support import check_version, folds, stock_layers, text_config
 from kvfold.ledger import Ledger, storage_bytes, tensor_bytes, tensors_in
 from kvfold.methods.base import LayerView, Method
+from kvfold.methods.work import Work
 
 if TYPE_CHECKING:
     import os
+
+    from kvfold.stores.base import Store
 
 
 class FoldedCache(Cache):
@@ -74,6 +77,8 @@ class FoldedCache(Cache):
         """What an engine that is decoding has reserved for new tokens."""
         self._views: dict[int, LayerView] = {}
         self._account: dict[int, dict[str, Any]] = {}
+        self.work = Work()
+        """What the next prompt's fold tells and keeps while it works."""
         self._recording = False
         self._watch: inputs.Watch | None = None
         self._rotaries: dict[tuple[type, torch.device, bool], ModelRotary | None] = {}
@@ -218,7 +223,7 @@ class FoldedCache(Cache):
         if layer is layers[0]:
             # A round that was interrupted leaves nothing to the next.
             self._views, self._account = {}, {}
-        view.account, view.folding_layers = self._account, len(layers)
+        view.account, view.folding_layers, view.work = self._account, len(layers), self.work
         self._views[layer.layer_idx] = view
         if not self.method.complete(layers.index(layer), len(layers)):
             return
@@ -227,12 +232,17 @@ class FoldedCache(Cache):
         for index, store in zip(sorted(views), stores, strict=True):
             target = self.layers[index]
             assert isinstance(target, FoldedLayer)
-            target.take(store, view.generated)
+            target.take(self.placed(store), view.generated)
             self.note(index, store.tokens, max(view.real_tokens), folded=True, generated=view.generated)
             if self.progress is not None and not view.generated:
                 self.progress(index, self.num_layers)
         if layer is layers[-1]:
             self._account = {}
+
+    def placed(self, store: Store) -> Store:
+        """A store in the form that decodes fastest here; the forms for GPUs know no capped logits."""
+        capped = getattr(self.config, "attn_logit_softcapping", None)
+        return store if capped else store.for_decoding()
 
     def note(self, layer_idx: int, tokens: int, real_tokens: int, *, folded: bool, generated: bool) -> None:
         """Report a segment once, when its first layer is done."""

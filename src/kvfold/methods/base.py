@@ -10,7 +10,9 @@ from typing import Any, ClassVar, Literal, Protocol
 import torch
 
 from kvfold.methods.options import check_options
+from kvfold.methods.work import Work
 from kvfold.stores.base import Expand, Rotary, Store
+from kvfold.stores.retained import Entries, Lot
 
 
 class Gate(Protocol):
@@ -103,6 +105,8 @@ class LayerView:
         Shared by the layers of one prompt while they are folded one after the other: a method's own notes.
     generated : bool
         True for a block of generated tokens, False for a prompt.
+    work : Work
+        For folds that take long: to tell how far they are, and to keep finished parts.
     """
 
     keys: torch.Tensor
@@ -129,6 +133,7 @@ class LayerView:
     folding_layers: int = 1
     account: dict[int, dict[str, Any]] = field(default_factory=dict)
     generated: bool = False
+    work: Work = field(default_factory=Work)
 
     @property
     def tokens(self) -> int:
@@ -208,6 +213,19 @@ class Method(ABC):
     def folds_chunks(self) -> bool:
         """Whether a prompt that is read in chunks is folded after each of them, so that its whole is never held."""
         return False
+
+    @property
+    def pages(self) -> bool:
+        """Whether what it keeps can be decoded in pages: its stores are `RetainedStore`, and `choose` says what stays."""
+        return False
+
+    def choose(self, entries: Entries) -> torch.Tensor:
+        """Which of all tokens are kept, (n,) bool."""
+        raise NotImplementedError(f"{self.name} does not choose among kept tokens")
+
+    def most(self, lot: Lot, ahead: int) -> int | None:
+        """Entries that `choose` leaves at most, all rows together, until `ahead` more tokens are read; None: no bound."""
+        return None
 
     @property
     def calibrated_for(self) -> str | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import threshold
 from torch.nn.utils.rnn import pad_sequence
 
-from kvfold.kernels.reference import soft_cap
+from kvfold.kernels.reference import Part, soft_cap
 from kvfold.methods.fit import ridge_values
 from kvfold.methods.queries import Training
 
@@ -31,7 +31,7 @@ class Questions:
     output, lse : (queries, value_dim) and (queries,) float32
         Exact attention over the prompt and what is beside it.
     rest_output, rest_lse : (queries, value_dim) and (queries,) float32
-        That over the tokens that stay, and what is beside the prompt.
+        That over everything but the tokens to be replaced.
     learned, held : (queries,) float32
         What each query counts for in means over those trained on, and over those held out.
     """
@@ -45,20 +45,13 @@ class Questions:
     held: Tensor
 
     @classmethod
-    def of(cls, training: Training, output: Tensor, lse: Tensor, stays: Tensor, scaling: float) -> Questions:
-        """From training queries, their exact attention, the index of the tokens that stay, and the factor on logits."""
-        _, rest_output, rest_lse = training.attend(stays)
+    def of(cls, training: Training, whole: Part, rest: Part) -> Questions:
+        """From training queries, their exact attention, and that over all but the tokens to be replaced."""
         held = training.held
         learned = ~held if bool((~held).any()) else held
         held = held if bool(held.any()) else learned
         return cls(
-            training.queries * scaling,
-            output,
-            lse,
-            rest_output,
-            rest_lse,
-            learned / learned.sum(),
-            held / held.sum(),
+            training.queries * training.scaling, *whole, *rest, learned / learned.sum(), held / held.sum()
         )
 
     @staticmethod

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -18,19 +19,20 @@ from torch import Tensor
 
 from kvfold.allocate.pilot import damped_counts
 from kvfold.errors import UnsupportedModelError
+from kvfold.kernels.reference import Part
 from kvfold.methods.base import LayerView
 from kvfold.methods.baselines.select_fit import SelectFit
 from kvfold.methods.distil import Batch, Questions
-from kvfold.methods.fit import zones
 from kvfold.methods.lbfgs import LBFGS, Objective
-from kvfold.methods.queries import Source, training
+from kvfold.methods.queries import Source, Training, training
+from kvfold.methods.work import Work
 from kvfold.stores.base import Kept, Store
 from kvfold.stores.weighted import WeightedLayout, WeightedStore
 
 logger = logging.getLogger(__name__)
 
-SLICE_BYTES = 1 << 30
-"""Of heads that are distilled together: their queries, keys and histories."""
+SLICE_BYTES = (1 << 30, 1 << 26)
+"""Of what is distilled together (queries, keys, histories): where many cores want work, and on a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +51,9 @@ class KVSculpt(SelectFit):
         Prompt queries used, at most, spread evenly over it.
     horizon : int
         Positions after the prompt that they are turned to.
+    chunk : int, optional
+        Tokens of a piece of the prompt that is distilled by itself, about: so that what is held does not grow with the
+        prompt. Its queries are those of the whole prompt, and see the rest of it as it was. None: all in one.
     steps : int
         Iterations on the keys. 0 leaves them as they were: Select+Fit with these queries.
     every : int
@@ -80,6 +85,7 @@ class KVSculpt(SelectFit):
 
     queries: Source = "reread"
     sampled: int = 2048
+    chunk: int | None = None
     steps: int = 15
     every: int = 5
     lse: float = 1.0
@@ -96,6 +102,8 @@ class KVSculpt(SelectFit):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.chunk is not None and self.chunk < 1:
+            raise ValueError(f"chunk must be at least 1 token, got {self.chunk}")
         if self.steps < 0 or self.pilot_steps < 0 or self.every < 1:
             raise ValueError("steps and pilot_steps must be at least 0, every at least 1")
         if not 0 <= self.lse < math.inf or not 0 < self.rate < math.inf:
@@ -114,44 +122,60 @@ class KVSculpt(SelectFit):
             raise UnsupportedModelError(
                 "kvsculpt moves keys, which latent attention (MLA) derives from the values: use select-fit or rdkv"
             )
-        heads = [
-            Head(view, row, head)
-            for view in views
-            for row in range(len(view.real_tokens))
-            for head in range(view.keys.shape[1])
-        ]
-        counts, pilot = [self._uniform(head) for head in heads], None
+        heads = [head for view in views for head in self._heads(view)]
+        pieces = [piece for head in heads for piece in head.pieces(self.chunk)]
+        counts, pilot = [piece.uniform for piece in pieces], None
+        stages = [self.pilot_steps] * (self.heads == "pilot") + [self.steps]
+        meter = _Meter(views[0].work, sum(_effort(count, steps) for count in counts for steps in stages))
         if self.heads == "pilot":
-            pilot = self._distil(heads, counts, self.pilot_steps, None)
-            counts = self._budgets(heads, counts, [each.error for each in pilot])
-        found = iter(self._distil(heads, counts, self.steps, pilot if self.pilot_steps else None))
+            pilot = self._distil(pieces, counts, None, meter)
+            counts = self._budgets(
+                pieces, torch.stack([each.error.cpu() for each in pilot]).tolist() if pilot else []
+            )
+        moved = pilot if self.pilot_steps else None
+        found = self._distil(pieces, counts, moved, meter, last=True)
+        of: dict[Head, list[Distilled]] = {head: [] for head in heads}
+        for piece, distilled in zip(pieces, found, strict=True):
+            of[piece.head].append(distilled)
+        kept = iter([head.kept(parts) for head, parts in of.items()])
         stores: list[Store] = []
         for view in views:
-            rows = [[next(found).kept for _ in range(view.keys.shape[1])] for _ in view.real_tokens]
+            rows = [[next(kept) for _ in range(view.keys.shape[1])] for _ in view.real_tokens]
             layout = WeightedLayout(view.tokens, view.real_tokens)
             stores.append(WeightedStore.build(layout, rows, view.keys.dtype))
         return stores
 
     # ---- budgets ----
 
-    def _uniform(self, head: Head) -> int:
-        view, real = head.view, head.view.real_tokens[head.row]
-        if real <= self.shortest:
-            return real
-        return self._count(real, view.tokens, view.keys.shape[-1], view.values.shape[-1])
+    def _heads(self, view: LayerView) -> Iterator[Head]:
+        """Each row's KV heads, with their tokens that stay and how many others are left to distil to."""
+        there = view.valid.sum(-1).tolist()
+        for row, real in enumerate(view.real_tokens):
+            budget = real
+            if real > self.shortest:
+                budget = self._count(real, view.tokens, view.keys.shape[-1], view.values.shape[-1])
+            for head, tokens in enumerate(there[row]):
+                index = torch.arange(tokens, device=view.keys.device)
+                stays, others = index, slice(0, 0)
+                if budget < tokens:
+                    others = slice(self.sinks, tokens - self.window)
+                    stays = torch.cat([index[: others.start], index[others.stop :]])
+                    stays = stays[max(len(stays) - budget, 0) :]
+                yield Head(view, row, head, stays, others, min(budget, tokens) - len(stays))
 
-    def _budgets(self, heads: Sequence[Head], uniform: Sequence[int], errors: Sequence[float]) -> list[int]:
-        """Tokens of each head, the same number in all of a row as with uniform budgets (KVSculpt, adaptive budgets)."""
-        counts = list(uniform)
-        for row in {head.row for head in heads}:
-            index = [i for i, head in enumerate(heads) if head.row == row]
-            each, real = uniform[index[0]], heads[index[0]].view.real_tokens[row]
-            if each >= real:
-                continue
-            low = min(max(int(self.floor * each), self.shortest + 1), each)
-            high = min(int(self.cap * each), real)
-            error = torch.tensor([errors[i] * self._weight(heads[i].view) for i in index])
-            shared = damped_counts(error, each * len(index), self.damping, low, high).tolist()
+    def _budgets(self, pieces: Sequence[Piece], errors: Sequence[float]) -> list[int]:
+        """Tokens of each piece, the same number in all of a row as with uniform budgets (KVSculpt, adaptive budgets)."""
+        counts = [piece.uniform for piece in pieces]
+        for row in {piece.head.row for piece in pieces}:
+            index = [i for i, piece in enumerate(pieces) if piece.head.row == row]
+            same = torch.tensor([counts[i] for i in index])
+            size = torch.tensor([pieces[i].size for i in index])
+            base = torch.tensor([pieces[i].exact for i in index])
+            each = float((same + base).mean())
+            low = torch.minimum((self.floor * each - base).long().clamp_min(1), same)
+            high = torch.maximum(torch.minimum((self.cap * each - base).long(), size), same)
+            error = torch.tensor([errors[i] * self._weight(pieces[i].head.view) for i in index])
+            shared = damped_counts(error, int(same.sum()), self.damping, low, high, base).tolist()
             for i, count in zip(index, shared, strict=True):
                 counts[i] = count
         return counts
@@ -170,81 +194,107 @@ class KVSculpt(SelectFit):
     # ---- distillation ----
 
     def _distil(
-        self, heads: Sequence[Head], counts: Sequence[int], steps: int, pilot: Sequence[Distilled] | None
+        self,
+        pieces: Sequence[Piece],
+        counts: Sequence[int],
+        start: Sequence[Distilled] | None,
+        meter: _Meter,
+        last: bool = False,
     ) -> list[Distilled]:
-        """Every head to its count: those of about a size together, as many as memory allows."""
-        order = sorted(range(len(heads)), key=lambda i: -counts[i])
+        """Every piece to its count: those of about a size together, as many as memory allows.
+
+        Pieces of long prompts go layer by layer, so that exact attention is held for the heads of one layer only.
+        """
+        order = sorted(
+            range(len(pieces)), key=lambda i: (pieces[i].head.view.layer_idx if self.chunk else 0, -counts[i])
+        )
+        views = {id(piece.head.view): piece.head.view for piece in pieces}.values()
+        exact = lru_cache(max((len(view.real_tokens) * view.keys.shape[1] for view in views), default=1))(
+            self._exact
+        )
         results: dict[int, Distilled] = {}
-        for part in _slices([counts[i] for i in order], [heads[i].bytes(counts[i]) for i in order]):
-            problems = [self._problem(heads[i], counts[i], pilot[i] if pilot else None) for i in order[part]]
-            results.update(zip(order[part], self._solve(problems, steps), strict=True))
-        return [results[i] for i in range(len(heads))]
+        sizes = [pieces[i].bytes(counts[i]) for i in order]
+        for part in _slices([counts[i] for i in order], sizes, self._room(pieces)):
+            index = order[part]
+            name = f"{'main' if last else 'pilot'}-{pieces[index[0]].head.view.layer_idx}-{part.start}"
+            done = _unpacked(
+                meter.work.kept(name), [counts[i] for i in index], pieces[index[0]].head.view.keys.device
+            )
+            if done is None:
+                problems = [
+                    Problem.of(pieces[i], counts[i], *exact(pieces[i].head), start[i] if start else None)
+                    for i in index
+                ]
+                done = self._solve(problems, meter, last)
+                meter.work.keep(name, _packed(done))
+            else:
+                steps = self.steps if last else self.pilot_steps
+                meter.add(sum(_effort(counts[i], steps) for i in index))
+            results.update(zip(index, done, strict=True))
+        return [results[i] for i in range(len(pieces))]
 
-    def _problem(self, head: Head, count: int, pilot: Distilled | None) -> Problem:
-        """What stays of a head, what its other keys start from, and what attention is to give."""
-        full = training(head.view, head.row, head.head, self.queries, self.window, self.horizon)
-        weights, output, lse = full.attend()
-        # Squared errors count, so squared attention does.
-        chosen, stays = zones(weights.square().sum(0), count, self.sinks, self.window)
-        start = full.keys[chosen] if pilot is None else pilot.moved(chosen, full.keys[chosen])
-        asked = Questions.of(full, output, lse, stays, head.view.scaling) if len(chosen) else None
-        return Problem(head, full.positions, full.keys, full.values, chosen, stays, start, asked)
+    @staticmethod
+    def _room(pieces: Sequence[Piece]) -> int:
+        on_cpu = bool(pieces) and pieces[0].head.view.keys.device.type == "cpu"
+        return SLICE_BYTES[on_cpu]
 
-    def _solve(self, problems: Sequence[Problem], steps: int) -> list[Distilled]:
-        """Move keys and solve for values in turn, all heads at once."""
-        free = [problem for problem in problems if problem.asked is not None]
-        done = {id(problem): Distilled.exact(problem) for problem in problems}
-        if not free:
-            return list(done.values())
-        view = free[0].head.view
+    def _exact(self, head: Head) -> tuple[Training, Part]:
+        """Training queries of a head, and their attention over the whole prompt."""
+        asked = training(head.view, head.row, head.head, self.queries, self.window, self.horizon)
+        return asked, asked.attend()
+
+    def _solve(self, problems: Sequence[Problem], meter: _Meter, last: bool) -> list[Distilled]:
+        """Move keys and solve for values in turn, all pieces at once; a pilot only wants to know how well that went."""
+        view, steps = problems[0].piece.head.view, self.steps if last else self.pilot_steps
         batch = Batch(
-            [problem.asked for problem in free if problem.asked is not None],
-            [problem.keys[problem.chosen] for problem in free],
-            [problem.values[problem.chosen] for problem in free],
+            [problem.asked for problem in problems],
+            [problem.keys for problem in problems],
+            [problem.values for problem in problems],
             view.softcap,
             self.lse,
         )
         towards = batch.values if self.ridge_to == "own" else torch.zeros_like(batch.values)
-        best, error = batch.keys.clone(), batch.keys.new_full((len(free),), torch.inf)
+        best, error = batch.keys.clone(), batch.keys.new_full((len(problems),), torch.inf)
+        tokens = sum(batch.counts)
 
         def keep_better(keys: Tensor) -> None:
-            """Solve for the values of all heads, and note the keys of those that have become better."""
+            """Solve for the values of all pieces, and note the keys of those that have become better."""
             batch.values = batch.solve(keys, self.ridge, towards)
             now = batch.held_error(keys, batch.values)
             better = now < error  # false where it is NaN
             best[better], error[better] = keys[better], now[better]
 
-        keep_better(batch.keys)
-        start = batch.pad([problem.start for problem in free])
-        if not torch.equal(start, batch.keys):
+        start = batch.pad([problem.start for problem in problems])
+        moved = not torch.equal(start, batch.keys)
+        if steps or moved or not last:
+            keep_better(batch.keys)
+        if moved:
             keep_better(start)
         solver = self._solver(start.flatten(1))
+        meter.add(_effort(tokens, 0))
         for taken in range(0, steps, self.every):
-            solver.run(batch, min(self.every, steps - taken))
+            now = min(self.every, steps - taken)
+            solver.run(batch, now)
             keep_better(solver.x.view_as(best))
+            meter.add(now * tokens)
 
-        dtype = view.keys.dtype if view.keys.dtype in (torch.float16, torch.bfloat16) else torch.float16
+        dtype = _half(view)
         cast = best.to(dtype).float()
         sound = cast.isfinite().flatten(1).all(1)
         cast = torch.where(sound[:, None, None], cast, batch.keys.to(dtype).float())
         sound &= solver.x.isfinite().all(1)
-        for problem, fine in zip(free, sound.tolist(), strict=True):
+        for problem, fine in zip(problems, sound.tolist(), strict=True):
             if not fine:
                 logger.warning(
                     "layer %d, KV head %d: the optimiser left the numbers; the best keys before that are kept",
-                    problem.head.view.layer_idx,
-                    problem.head.head,
+                    problem.piece.head.view.layer_idx,
+                    problem.piece.head.head,
                 )
-        values = batch.solve(cast, self.ridge, towards, everything=True)
-        for i, problem in enumerate(free):
-            count = len(problem.chosen)
-            done[id(problem)] = Distilled(
-                problem.kept(cast[i, :count], values[i, :count]),
-                problem.chosen,
-                cast[i, :count],
-                float(error[i]),
-            )
-        return list(done.values())
+        values = batch.solve(cast, self.ridge, towards, everything=True) if last else batch.values
+        return [
+            Distilled(problem.chosen, cast[i, :count].to(dtype), values[i, :count].to(dtype), error[i])
+            for i, (problem, count) in enumerate(zip(problems, batch.counts, strict=True))
+        ]
 
     def _solver(self, x: Tensor) -> LBFGS | _Adam:
         return LBFGS(x) if self.optimiser == "lbfgs" else _Adam(x, self.rate)
@@ -265,73 +315,168 @@ class _Adam:
         return loss
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Head:
-    """One KV head of one row of one layer."""
+    """One KV head of one row of one layer.
+
+    Attributes
+    ----------
+    view : LayerView
+    row, head : int
+    stays : (n,) int64
+        Which of its tokens stay as they are.
+    others : slice
+        Those that do not.
+    free : int
+        Keys and values that these are distilled to.
+    """
 
     view: LayerView
     row: int
     head: int
+    stays: Tensor
+    others: slice
+    free: int
+
+    def pieces(self, chunk: int | None) -> list[Piece]:
+        """Its other tokens in pieces of about a chunk, each with as large a share of the tokens as of the budget."""
+        tokens = self.others.stop - self.others.start
+        number = min(math.ceil(tokens / (chunk or tokens)), self.free) if tokens else 0
+        shares = [self.free * i // number for i in range(number + 1)] if number else []
+        cuts = [self.others.start + tokens * share // self.free for share in shares]
+        return [
+            Piece(self, slice(*cuts[i : i + 2]), shares[i + 1] - shares[i]) for i in range(len(shares) - 1)
+        ]
+
+    def kept(self, parts: Sequence[Distilled]) -> Kept:
+        """Distilled keys and values, then the tokens that stay."""
+        positions = self.view.valid[self.row, self.head].nonzero().flatten()
+        chosen = [part.chosen.to(positions.device) for part in parts]
+        own = positions[self.stays]
+        keys, values = self.view.keys[self.row, self.head], self.view.values[self.row, self.head]
+        dtype = _half(self.view)
+        return Kept(
+            positions[torch.cat([*chosen, self.stays])],
+            torch.cat([*(part.keys.to(keys.device) for part in parts), keys[own].to(dtype)]),
+            torch.cat([*(part.values.to(keys.device) for part in parts), values[own].to(dtype)]),
+        )
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Neighbouring tokens of a head that are distilled together, and how many they become if all get the same."""
+
+    head: Head
+    tokens: slice
+    uniform: int
+
+    @property
+    def size(self) -> int:
+        """Tokens before."""
+        return int(self.tokens.stop - self.tokens.start)
+
+    @property
+    def exact(self) -> float:
+        """Its share of the tokens that stay: as it is of those that do not."""
+        return len(self.head.stays) * self.uniform / self.head.free
 
     def bytes(self, count: int) -> int:
         """What its distillation holds, about: queries with their targets, and keys with histories of 10 pairs."""
-        assert self.view.sampled is not None
-        queries = self.view.sampled.shape[1] // self.view.keys.shape[1] * self.view.sampled.shape[2]
-        key_dim, value_dim = self.view.keys.shape[-1], self.view.values.shape[-1]
+        view = self.head.view
+        assert view.sampled is not None
+        queries = view.sampled.shape[1] // view.keys.shape[1] * view.sampled.shape[2]
+        key_dim, value_dim = view.keys.shape[-1], view.values.shape[-1]
         return 4 * (queries * (key_dim + 2 * value_dim) + 30 * count * key_dim)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A head, its tokens (those chosen to start from, those that stay), its first keys, and what it is asked."""
+    """A piece, the tokens chosen to start from, their keys and values, the first keys, and what is asked.
 
-    head: Head
-    positions: Tensor
+    The rest of the prompt is there as it was, so that an error is one of the whole output.
+    """
+
+    piece: Piece
+    chosen: Tensor
     keys: Tensor
     values: Tensor
-    chosen: Tensor
-    stays: Tensor
     start: Tensor
-    asked: Questions | None
+    asked: Questions
 
-    def kept(self, keys: Tensor, values: Tensor) -> Kept:
-        """Distilled keys and values, then the tokens that stay."""
-        return Kept(
-            self.positions[torch.cat([self.chosen, self.stays])],
-            torch.cat([keys, self.keys[self.stays]]),
-            torch.cat([values, self.values[self.stays]]),
-        )
+    @classmethod
+    def of(cls, piece: Piece, count: int, full: Training, whole: Part, pilot: Distilled | None) -> Problem:
+        """From the training queries of its head and their attention over the whole prompt."""
+        weights, rest = full.apart(whole, piece.tokens)
+        # Squared errors count, so squared attention does.
+        chosen = weights.square_().sum(0).topk(count).indices.sort().values + piece.tokens.start
+        keys, values = full.keys[chosen], full.values[chosen]
+        start = keys if pilot is None else pilot.moved(chosen, keys)
+        return cls(piece, chosen, keys, values, start, Questions.of(full, whole, rest))
 
 
 @dataclass(frozen=True)
 class Distilled:
-    """What became of a head: its content, the keys of the tokens it started from, and its held-out error."""
+    """What became of a piece: the tokens it started from, their new keys and values in 16 bits, its held-out error."""
 
-    kept: Kept
     chosen: Tensor
     keys: Tensor
-    error: float
-
-    @classmethod
-    def exact(cls, problem: Problem) -> Distilled:
-        """A head that keeps nothing but tokens as they are."""
-        none = problem.keys[:0]
-        return cls(problem.kept(none, problem.values[:0]), problem.chosen[:0], none, 0.0)
+    values: Tensor
+    error: Tensor
 
     def moved(self, chosen: Tensor, keys: Tensor) -> Tensor:
         """Keys of other tokens, where this one has moved them: as it has."""
         both = torch.isin(chosen, self.chosen)
         keys = keys.clone()
-        keys[both] = self.keys[torch.searchsorted(self.chosen, chosen[both])]
+        keys[both] = self.keys[torch.searchsorted(self.chosen, chosen[both])].to(keys.dtype)
         return keys
 
 
-def _slices(counts: Sequence[int], sizes: Sequence[int]) -> Iterator[slice]:
-    """Runs of descending counts that memory allows together, and that do not pad each other by more than a quarter."""
+@dataclass
+class _Meter:
+    """How much of the work is done."""
+
+    work: Work
+    total: int
+    done: int = 0
+
+    def add(self, effort: int) -> None:
+        self.done += effort
+        self.work.tell(self.done, self.total)
+
+
+def _effort(count: int, steps: int) -> int:
+    """Work of distilling to so many tokens, about: solving for values counts as much as three steps."""
+    return count * (steps + 3)
+
+
+def _half(view: LayerView) -> torch.dtype:
+    """The dtype that a layer is stored in."""
+    return view.keys.dtype if view.keys.dtype in (torch.float16, torch.bfloat16) else torch.float16
+
+
+def _packed(done: Sequence[Distilled]) -> dict[str, Tensor]:
+    packed = {name: torch.cat([getattr(one, name) for one in done]) for name in ("chosen", "keys", "values")}
+    return {**packed, "error": torch.stack([one.error for one in done])}
+
+
+def _unpacked(
+    packed: Mapping[str, Tensor] | None, counts: Sequence[int], device: torch.device
+) -> list[Distilled] | None:
+    """What `_packed` made of pieces with such counts, else None."""
+    if packed is None or len(packed["error"]) != len(counts) or len(packed["chosen"]) != sum(counts):
+        return None
+    columns = (packed[name].to(device).split(list(counts)) for name in ("chosen", "keys", "values"))
+    return [Distilled(*each) for each in zip(*columns, packed["error"].to(device), strict=True)]
+
+
+def _slices(counts: Sequence[int], sizes: Sequence[int], room: int) -> Iterator[slice]:
+    """Runs of counts that memory allows together, and that do not pad each other by more than a quarter."""
     start = used = 0
     for i, (count, size) in enumerate(zip(counts, sizes, strict=True)):
-        if i > start and (used + size > SLICE_BYTES or count < 0.75 * counts[start]):
+        alike = 0.75 * counts[start] <= count <= counts[start]
+        if i > start and (used + size > room or not alike):
             yield slice(start, i)
             start, used = i, 0
         used += size
-    yield slice(start, len(counts))
+    if counts:
+        yield slice(start, len(counts))

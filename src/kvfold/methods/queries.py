@@ -8,10 +8,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvfold.kernels.reference import soft_cap
+from kvfold.kernels.reference import Part, merge, soft_cap, softmax_part
 from kvfold.methods.base import LayerView
 
 Source = Literal["reread", "future", "synthetic"]
+
+
+BLOCK, BESIDE = 2048, 256
+"""Tokens whose logits are held at once; queries whose logits over what is beside them are."""
+SEEN = 1e-6
+"""Share of attention below which what is beside some tokens is not told apart from nothing."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +27,8 @@ class Training:
     Attributes
     ----------
     queries : (queries, key_dim) float32
-    logits : (queries, tokens) float32
-        Scaled and capped, over the prompt's real tokens, -inf where the query may not look.
+    last : (queries,) int64
+        Logical index of the newest token that the query sees.
     held : (queries,) bool
         One query in eight, spans of neighbours together: to validate on, not to be trained on.
     beside_lse : (queries,) float32
@@ -30,32 +36,56 @@ class Training:
     beside_output : (queries, value_dim) float32
         Attention output over those alone.
     keys, values : (tokens, key_dim | value_dim) float32
+        Of the prompt's real tokens.
     positions : (tokens,) int64
         Logical index of each.
+    scaling : float
+    softcap : float or None
     """
 
     queries: Tensor
-    logits: Tensor
+    last: Tensor
     held: Tensor
     beside_lse: Tensor
     beside_output: Tensor
     keys: Tensor
     values: Tensor
     positions: Tensor
+    scaling: float
+    softcap: float | None
 
-    def attend(self, index: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Exact attention over some tokens of the prompt and what is beside it.
+    def logits(self, tokens: slice | Tensor) -> Tensor:
+        """Logits (queries, n) of some tokens: scaled, capped, -inf where the query may not look."""
+        scores = soft_cap(self.queries @ self.keys[tokens].t() * self.scaling, self.softcap)
+        return scores.masked_fill_(self.positions[tokens] > self.last[:, None], -torch.inf)
+
+    def attend(self) -> Part:
+        """Exact attention over the prompt and what is beside it: (output (queries, value_dim), log-sum-exp (queries,))."""
+        whole = self.beside_output, self.beside_lse
+        for start in range(0, len(self.keys), BLOCK):
+            span = slice(start, start + BLOCK)
+            whole = merge([whole, softmax_part(self.logits(span), self.values[span])])
+        return whole
+
+    def apart(self, whole: Part, tokens: slice | Tensor) -> tuple[Tensor, Part]:
+        """Part some tokens from all else that is attended to.
+
+        Parameters
+        ----------
+        whole : Part
+            What `attend` gives.
+        tokens : slice or (n,) int64
 
         Returns
         -------
-        (weights (queries, index), output (queries, value_dim), log-sum-exp (queries,))
+        (weights (queries, n) in attention over everything, attention over everything but these tokens)
         """
-        logits, values = (
-            (self.logits, self.values) if index is None else (self.logits[:, index], self.values[index])
-        )
-        lse = torch.logaddexp(logits.logsumexp(-1), self.beside_lse)
-        weights = torch.exp(logits - lse[:, None])
-        return weights, weights @ values + torch.exp(self.beside_lse - lse)[:, None] * self.beside_output, lse
+        output, lse = whole
+        weights = self.logits(tokens).sub_(lse[:, None]).exp_()
+        # What is left of nearly nothing is rounding: it counts for no more than that.
+        share = (1 - weights.sum(1)).clamp_min(SEEN)
+        rest = (output - weights @ self.values[tokens]) / share[:, None]
+        return weights, (rest, lse + share.log())
 
 
 def training(view: LayerView, row: int, head: int, source: Source, window: int, horizon: int) -> Training:
@@ -91,32 +121,34 @@ def training(view: LayerView, row: int, head: int, source: Source, window: int, 
         turned = view.rotary.rotate(plain, view.positions[row, -1] + 1 + ahead)
     count = min(window, view.queries.shape[2], int(view.valid[row].any(0).sum()))
     newest = view.queries[row, members, view.queries.shape[2] - count :].float()
-    last = view.tokens - 1 - torch.arange(count - 1, -1, -1, device=device)
+    last = torch.full((len(index) + count,), view.tokens - 1, device=device)
+    last[len(index) :] -= torch.arange(count - 1, -1, -1, device=device)
     positions = view.valid[row, head].nonzero().flatten()
     keys, values = view.keys[row, head, positions].float(), view.values[row, head, positions].float()
-
-    def scores(queries: Tensor) -> Tensor:
-        return soft_cap(queries @ keys.t() * view.scaling, view.softcap)
-
-    unseen = scores(newest).masked_fill_(positions > last[:, None], -torch.inf)
-    logits = torch.cat([scores(turned), unseen], 1)
-    lse = logits.new_full(logits.shape[:2], -torch.inf)
+    lse = keys.new_full((group, len(last)), -torch.inf)
     output = values.new_zeros(*lse.shape, values.shape[1])
     if source == "reread":
-        near = (positions <= index[:, None]) & (positions >= (index - ahead)[:, None])
-        beside = scores(query).masked_fill_(~near, -torch.inf)
-        lse[:, : len(index)] = beside.logsumexp(-1)
-        output[:, : len(index)] = beside.softmax(-1) @ values
+        for start in range(0, len(index), BESIDE):
+            part = slice(start, min(start + BESIDE, len(index)))
+            newest_near, oldest_near = index[part, None], (index - ahead)[part, None]
+            ends = torch.stack([oldest_near.amin(), newest_near.amax() + 1])
+            near = slice(*torch.searchsorted(positions, ends).tolist())
+            own = (positions[near] <= newest_near) & (positions[near] >= oldest_near)
+            scores = soft_cap(query[:, part] @ keys[near].t() * view.scaling, view.softcap)
+            scores = scores.masked_fill_(~own, -torch.inf)
+            output[:, part], lse[:, part] = softmax_part(scores, values[near])
     span = min(max(len(index) // 64, 1), 32)
-    held = torch.zeros(group, logits.shape[1], dtype=torch.bool, device=device)
+    held = torch.zeros_like(lse, dtype=torch.bool)
     held[:, : len(index)] = torch.arange(len(index), device=device) // span % 8 == 5
     return Training(
         torch.cat([turned, newest], 1).flatten(0, 1),
-        logits.flatten(0, 1),
+        last.repeat(group),
         held.flatten(),
         lse.flatten(),
         output.flatten(0, 1),
         keys,
         values,
         positions,
+        view.scaling,
+        view.softcap,
     )
