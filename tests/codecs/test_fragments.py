@@ -140,3 +140,24 @@ def test_bad_input():
             pack(wrong, layout)
     with pytest.raises(ValueError, match="2 records"):
         unpack(pack(good, layout), layout, 65)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_mixed_formats_are_each_packed_alone(seed):
+    generator = torch.Generator().manual_seed(seed)
+    layouts = [
+        RecordFormat(keys, value, 0, True, True)
+        for keys, value in [((8, 4, 0), 2), ((0, 0, 0), 1), ((3, 1, 2), 8), ((8, 4, 0), 3)]
+    ]
+    records = torch.randint(0, 4, (len(layouts),), generator=generator).tolist()
+    parts = [random_coded(layout, 64 * count, generator) for layout, count in zip(layouts, records)]
+    whole = Coded(
+        torch.cat([part.keys for part in parts]),
+        torch.cat([part.values for part in parts]),
+        None,
+        torch.cat([part.magnitudes for part in parts]),
+    )
+    expected = torch.cat([pack(part, layout).flatten() for part, layout in zip(parts, layouts)])
+    assert torch.equal(fragments.pack_mixed(whole, layouts, records), expected)
+    with pytest.raises(ValueError, match="records hold"):
+        fragments.pack_mixed(whole, layouts, [*records[:-1], records[-1] + 1])

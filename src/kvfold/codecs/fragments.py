@@ -14,6 +14,7 @@ codes of a tile (128 bytes times the width)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -137,6 +138,54 @@ def pack(coded: Coded, layout: RecordFormat) -> Tensor:
         pack_tile(tile, layout.value_width, "values") for tile in values.unflatten(-1, (-1, TILE)).unbind(-2)
     ]
     return torch.cat(parts, -1)
+
+
+def pack_mixed(coded: Coded, layouts: Sequence[RecordFormat], records: Sequence[int]) -> Tensor:
+    """Records of several formats, one after the other, in as many steps as there are widths.
+
+    Parameters
+    ----------
+    coded : Coded
+        (64 * all records, dim), what is missing in a record is 0; magnitudes in 8 bits and no norms.
+    layouts : sequence of RecordFormat
+    records : sequence of int
+        Of each format.
+
+    Returns
+    -------
+    (bytes,) uint8
+
+    Raises
+    ------
+    ValueError
+        Shapes or dtypes are not those of the formats.
+    """
+    for layout in layouts:
+        _check(coded, layout)
+    device, count = coded.keys.device, sum(records)
+    if not count:
+        return coded.keys.new_zeros(0)
+    if coded.keys.shape[:-1] != (TOKENS * count,):
+        raise ValueError(f"{count} records hold {TOKENS * count} tokens, got {tuple(coded.keys.shape)}")
+    tiles = [[*layout.key_widths, *[layout.value_width] * len(layout.key_widths)] for layout in layouts]
+    widths = torch.tensor(tiles).repeat_interleave(torch.tensor(records), 0)
+    # In units of 64 bytes: a record is one of magnitudes, then two a bit of each tile.
+    ends = (2 * widths.flatten(1).sum(1) + 1).cumsum(0)
+    starts = (ends - 2 * widths.sum(1))[:, None] + 2 * (widths.cumsum(1) - widths)
+    data = torch.empty(int(ends[-1]), TOKENS, dtype=torch.uint8, device=device)
+    assert coded.magnitudes is not None
+    data[(starts[:, 0] - 1).to(device)] = _pack_numbers(coded.magnitudes)
+    half = widths.shape[1] // 2
+    codes: dict[Kind, Tensor] = {"keys": coded.keys, "values": coded.values}
+    for at, (kind, x) in enumerate(codes.items()):
+        by_tile = x.unflatten(0, (-1, TOKENS)).unflatten(-1, (-1, TILE))
+        own = slice(at * half, (at + 1) * half)
+        for width in {*widths[:, own].flatten().tolist()} - {0}:
+            record, tile = (widths[:, own] == width).nonzero(as_tuple=True)
+            units = starts[:, own][record, tile][:, None] + torch.arange(2 * width)
+            packed = pack_tile(by_tile[record.to(device), :, tile.to(device)], width, kind)
+            data[units.to(device)] = packed.view(-1, 2 * width, TOKENS)
+    return data.flatten()
 
 
 def unpack(records: Tensor, layout: RecordFormat, tokens: int) -> Coded:

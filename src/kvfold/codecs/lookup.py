@@ -20,6 +20,9 @@ from kvfold.codecs.codebook import common_levels
 _WHOLE = {2: torch.complex128, 4: torch.float64, 8: torch.float32}
 """A dtype as wide as all float32 values of one byte: gathering single elements is much faster than short rows."""
 
+NEIGHBOURS = frozenset(_WHOLE)
+"""Widths of which a byte holds neighbours."""
+
 
 @cache
 def _levels(bits: int, device: torch.device) -> Tensor:
@@ -52,6 +55,15 @@ def pack(codes: Tensor, bits: int) -> Tensor:
         rows, n = codes.shape
         codes = pad(codes, (0, -n % per_byte)).view(rows, -1, per_byte).transpose(1, 2).reshape(rows, -1)
     return packing.pack(codes, bits)
+
+
+def unpack(packed: Tensor, bits: int, n: int) -> Tensor:
+    """The inverse of `pack`: codes (rows, n) uint8."""
+    if bits not in _WHOLE:
+        return packing.unpack(packed, bits, n)
+    per_byte = 8 // bits
+    codes = packing.unpack(packed, bits, packed.shape[1] * per_byte)
+    return codes.view(len(codes), per_byte, -1).transpose(1, 2).flatten(1)[:, :n]
 
 
 def values(packed: Tensor, bits: int, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:

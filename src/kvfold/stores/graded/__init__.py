@@ -8,6 +8,7 @@ which no shared frame fits: "fine" tokens have 8 bits between their own extremes
 """
 
 from kvfold.stores.graded.frame import Frame, GradedLayout, normal_keys, normal_values
+from kvfold.stores.graded.recorded import RecordedGradedStore
 from kvfold.stores.graded.store import GradedStore
 
-__all__ = ["Frame", "GradedLayout", "GradedStore", "normal_keys", "normal_values"]
+__all__ = ["Frame", "GradedLayout", "GradedStore", "RecordedGradedStore", "normal_keys", "normal_values"]

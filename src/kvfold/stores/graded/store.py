@@ -69,8 +69,11 @@ class GradedStore(RaggedStore):
         self.tokens, self.real_tokens = layout.tokens, layout.real_tokens
         self.kv_heads = frame.order.shape[1]
         self.key_dim, self.value_dim = layout.key_dim, layout.value_dim
-        self._rows = cut(layout, frame, self.buffers, self.block)
         self._attention: dict[int, RowAttention] = {}
+        self._cut()
+
+    def _cut(self) -> None:
+        self._rows = cut(self.layout, self.frame, self.buffers, self.block)
 
     @classmethod
     def encode(
@@ -97,7 +100,7 @@ class GradedStore(RaggedStore):
         return cls(layout, frame, encode(keys, values, grades, layout, frame, rotary))
 
     def _again(self) -> GradedStore:
-        return GradedStore(self.layout, self.frame, self.buffers)
+        return type(self)(self.layout, self.frame, self.buffers)
 
     # ---- attention ----
 
@@ -137,27 +140,19 @@ class GradedStore(RaggedStore):
     def kept(self, row: int, head: int, rotary: Rotary | None = None) -> Kept:
         part, frame = self._rows[row], self.frame
         where = part.heads[head]
-        order = frame.order[row, head].long()
-        z = torch.zeros(where.coded, self.key_dim, device=order.device)
-        w = torch.zeros(where.coded, self.value_dim, device=order.device)
+        device = frame.order.device
+        z = torch.zeros(where.coded, self.key_dim, device=device)
+        w = torch.zeros(where.coded, self.value_dim, device=device)
         for target, blocks in ((z, part.keys), (w, part.values)):
             for block in blocks:
                 own = block.of_head(head)
                 for section, values in own.decode() if own.sections else ():
                     columns = slice(section.column, section.column + section.channels)
                     target[section.start : section.stop, columns] = values
-        coded_keys = torch.empty_like(z)
-        coded_keys[:, order] = z
-        coded_keys = coded_keys * frame.key_deviation[row, head].float() + frame.key_mean[row, head].float()
         positions = part.buffers["positions"][where.first : where.first + where.tokens].long()
-        if frame.key_turned is not None and where.coded:
-            vector = frame.key_turned[row, head].float()[None]
-            turned = turned_rows(vector, require(rotary), self.layout.tokens, self.layout.shifts[row])[0]
-            coded_keys += turned[positions[: where.coded]]
         start = sum(other.coded for other in part.heads[:head])
-        size = magnitudes(part.buffers["magnitudes"][start : start + where.coded])
-        w *= (size * frame.value_magnitude[row, head])[:, None]
-        coded_values = w @ value_rotation(self.value_dim, order.device) + frame.value_mean[row, head].float()
+        size = part.buffers["magnitudes"][start : start + where.coded]
+        coded_keys, coded_values = self._restored(row, head, z, w, size, positions[: where.coded], rotary)
         scales = part.buffers["fine_scales"][where.fine]
         fine_keys = dequantise(part.buffers["fine_keys"][where.fine], scales[:, :1], scales[:, 1:2])
         fine_values = dequantise(part.buffers["fine_values"][where.fine], scales[:, 2:3], scales[:, 3:])
@@ -167,6 +162,29 @@ class GradedStore(RaggedStore):
             alive = positions < self.tokens
             return Kept(positions[alive], keys[alive], values[alive])
         return Kept(positions, keys, values)
+
+    def _restored(
+        self,
+        row: int,
+        head: int,
+        z: Tensor,
+        w: Tensor,
+        size: Tensor,
+        positions: Tensor,
+        rotary: Rotary | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values of coded tokens from levels (tokens, dim), keys' in the frame's order, and magnitude codes."""
+        frame = self.frame
+        keys = torch.empty_like(z)
+        keys[:, frame.order[row, head].long()] = z
+        keys = keys * frame.key_deviation[row, head].float() + frame.key_mean[row, head].float()
+        if frame.key_turned is not None and len(z):
+            vector = frame.key_turned[row, head].float()[None]
+            turned = turned_rows(vector, require(rotary), self.layout.tokens, self.layout.shifts[row])[0]
+            keys += turned[positions]
+        w = w * (magnitudes(size) * frame.value_magnitude[row, head])[:, None]
+        values = w @ value_rotation(self.value_dim, w.device) + frame.value_mean[row, head].float()
+        return keys, values
 
     def select(self, rows: Tensor) -> GradedStore:
         chosen = rows.tolist()
