@@ -7,10 +7,12 @@ import torch
 
 from kvfold.codecs.rotated import RotatedCode
 from kvfold.kernels.records import problem
+from kvfold.kernels.reference import attend, merge
 from kvfold.stores import RotatedStore, store_from_state
 from kvfold.stores.base import AttendContext
 from kvfold.stores.recorded import RecordedStore
 from kvfold.stores.rotated import RotatedLayout
+from tests.kernels.test_around_records import SharingTurn
 from tests.stores.checks import Turn, assert_behaves, assert_same
 
 ROWS, HEADS, TOKENS, DIM = 3, 2, 150, 64
@@ -96,14 +98,29 @@ def test_attends_by_records(name, options):
 
 
 @pytest.mark.skipif(problem(torch.device("cuda")) is not None, reason=str(problem(torch.device("cuda"))))
+@pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", CODES)
-def test_attends_by_the_kernel(name):
-    store = RecordedStore.of(rotated(name, mean=False, sinks=4, norm_bits=8))
-    query = torch.randn(ROWS, 4 * HEADS, 2, DIM)
-    expected = store.attend(query, None, AttendContext(0.1))
-    found = store.to("cuda").attend(query.cuda(), None, AttendContext(0.1))
+def test_attends_by_the_kernel(name, options):
+    store = rotated(name, *options)
+    there = store.to("cuda").for_decoding()
+    assert type(there) is RecordedStore and type(there.to("cpu")) is RotatedStore
+    context, generator = AttendContext(0.1, rotary=SharingTurn()), torch.Generator().manual_seed(1)
+    query = torch.randn(ROWS, 4 * HEADS, 2, DIM, generator=generator)
+    keys, values = (torch.randn(ROWS, HEADS, 9, DIM, generator=generator) for _ in range(2))
+    expected = store.attend(query, None, context)
+    found = there.attend(query.cuda(), None, context)
+    assert_close(found, expected)
+    one, length = query[:, :, :1].contiguous(), torch.tensor([7], device="cuda")
+    tail = attend(one, keys[:, :, :7], values[:, :, :7], 0.1)
+    expected = merge([tuple(part[:, :, :1] for part in expected), tail])
+    found = there.attend_with_tail(one.cuda(), keys.cuda(), values.cuda(), context, None, length)
+    assert_close(found, expected)
+
+
+def assert_close(found, expected):
     error = (found[0].cpu() - expected[0]).norm(dim=-1) / expected[0].norm(dim=-1)
     assert float(error.max()) < 2e-3
+    assert float((found[1].cpu() - expected[1]).abs().max()) < 2e-3
 
 
 def test_joins_and_is_saved():

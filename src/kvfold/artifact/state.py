@@ -383,7 +383,7 @@ def _restore_folded(
         if layer.gates.dim() != 4 or layer.gates.shape[:3] != keys.shape[:3]:
             raise ValueError(f"layer {index}: the tail's gates do not fit its keys")
     for saved in state["segments"]:
-        store = _store(saved, tensors, device)
+        store = layer.cache.placed(_store(saved, tensors, device))
         rows = None if saved["rows"] is None else tensors[saved["rows"]].to(device)
         batch = store.rows if rows is None else len(rows)
         readable = rows is None or (

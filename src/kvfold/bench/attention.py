@@ -16,10 +16,7 @@ from kvfold.bench.reading import floor
 from kvfold.bench.setup import FULL, Setup
 from kvfold.bench.timing import Times, copies, timed
 from kvfold.hf.support import cache_shape, text_config
-from kvfold.kernels import records
 from kvfold.stores.base import AttendContext, Rotary, Store
-from kvfold.stores.recorded import recorded
-from kvfold.stores.rotated import RotatedStore
 
 TOLERANCE = 2e-3
 """Largest distance of a head's output from float64, relative to its norm, beside the rounding of a 16-bit output."""
@@ -41,7 +38,7 @@ def attention(setup: Setup) -> Iterator[dict[str, Any]]:
     Yields
     ------
     dict
-        For each context, batch and way: "label", "kind" ("baseline" or "method"), "ms" as a decode loop runs it, "single_ms"
+        For each context, batch and way: "label", "kind" ("baseline" or "method"), of a method the "store" that it made, "ms" as a decode loop runs it, "single_ms"
         and "graph_ms" (see `Times`), "bytes", "error" against float64, "floor_ms" of reading the bytes, "times_floor", "speedup"
         over the best baseline; or "problem", where there is no right result to time.
     """
@@ -68,28 +65,17 @@ def attention(setup: Setup) -> Iterator[dict[str, Any]]:
             count = copies(one if candidate is FULL else one // 4, setup.device)
             stores, rotary = layer_stores(setup, candidate.method, tokens, batch, count)
             context = AttendContext(scaling, rotary=rotary)
-            for suffix, form in _forms(stores[0], query):
-                chosen = stores if form is None else [form(store) for store in stores]
-                calls = [partial(store.attend, query, None, context) for store in chosen]
-                error = _distance(calls[0]()[0], query, stores[0], scaling, rotary)
-                row = {"label": candidate.label + suffix, "kind": "method", "error": error}
-                if not error < TOLERANCE + _rounding(calls[0]()[0]):
-                    yield about | row | {"problem": f"wrong by {error:.1e}: not timed"}
-                    continue
-                row |= _figures(timed(calls, setup.device)) | _floor(chosen, setup.device)
-                yield about | row | {"times_floor": row["ms"] / row["floor_ms"], "speedup": best / row["ms"]}
-                del chosen, calls
-            del stores
+            calls = [partial(store.attend, query, None, context) for store in stores]
+            error = _distance(calls[0]()[0], query, stores[0], scaling, rotary)
+            row = {"label": candidate.label, "kind": "method", "store": stores[0].kind, "error": error}
+            if not error < TOLERANCE + _rounding(calls[0]()[0]):
+                row["problem"] = f"wrong by {error:.1e}: not timed"
+            else:
+                row |= _figures(timed(calls, setup.device)) | _floor(stores, setup.device)
+                row |= {"times_floor": row["ms"] / row["floor_ms"], "speedup": best / row["ms"]}
+            yield about | row
+            del stores, calls
             release(setup.device)
-
-
-def _forms(store: Store, query: Tensor) -> Iterator[tuple[str, Callable[[Any], Store] | None]]:
-    """The store as it is and, where the GPU has the kernel, its codes as records."""
-    yield "", None
-    group = query.shape[1] // store.kv_heads
-    usable = records.problem(query.device, store.key_dim, group) is None
-    if usable and isinstance(store, RotatedStore) and recorded(store) is not store:
-        yield " as records", recorded
 
 
 def _baselines(setup: Setup, query: Tensor, tokens: int, batch: int) -> Iterator[dict[str, Any]]:

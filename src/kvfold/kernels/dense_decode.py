@@ -114,7 +114,32 @@ def attend(
     -------
     (output (batch, heads, 1, value_dim) of the query's dtype, log-sum-exp (batch, heads, 1) float32)
     """
-    kernels = _kernels()
+    partial, partial_lse = partials(query, history, tail, scaling, softcap, tuned)
+    batch, heads, splits, value_dim = partial.shape
+    output = query.new_empty(batch, heads, 1, value_dim)
+    lse = query.new_empty(batch, heads, 1, dtype=torch.float32)
+    before_output, before_lse = (partial, partial_lse) if before is None else (x.contiguous() for x in before)
+    _kernels().finish[(batch * heads,)](
+        partial, partial_lse, before_output, before_lse, output, lse, splits,
+        SPLITS_UP=_power(splits), VALUE=value_dim, VALUE_UP=_power(value_dim), BEFORE=before is not None, num_warps=4,
+    )  # fmt: skip
+    return output, lse
+
+
+def partials(
+    query: Tensor,
+    history: Exact | None,
+    tail: Exact | None,
+    scaling: float,
+    softcap: float | None = None,
+    tuned: Tuning | None = None,
+) -> Part:
+    """`attend` over history and tail, by splits that are yet to be merged.
+
+    Returns
+    -------
+    (outputs (batch, heads, splits, value_dim) float32, log-sum-exp (batch, heads, splits) float32)
+    """
     first = history or tail
     assert first is not None
     batch, heads, _, dim = query.shape
@@ -140,21 +165,14 @@ def attend(
         for name, side in (("", history), ("TAIL_", tail))
         for what, part in (("LENGTH", side and side.length), ("VALID", side and side.valid))
     }
-    kernels.partials[(splits, kv_heads, batch)](
+    _kernels().partials[(splits, kv_heads, batch)](
         query, partial, partial_lse, *sides, splits, chunk, tail_chunk, scaling, softcap or 0.0,
         GROUP=group, ROWS=max(16, _power(group)), DIM=dim, DIM_UP=_power(dim), VALUE=value_dim,
         VALUE_UP=_power(value_dim), BLOCK=tuned.block, CAPPED=softcap is not None, HISTORY=history is not None,
         TAIL=tail is not None, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=tuned.warps, num_stages=tuned.stages, **flags,
     )  # fmt: skip
-    output = query.new_empty(batch, heads, 1, value_dim)
-    lse = query.new_empty(batch, heads, 1, dtype=torch.float32)
-    before_output, before_lse = (partial, partial_lse) if before is None else (x.contiguous() for x in before)
-    kernels.finish[(batch * heads,)](
-        partial, partial_lse, before_output, before_lse, output, lse, splits,
-        SPLITS_UP=_power(splits), VALUE=value_dim, VALUE_UP=_power(value_dim), BEFORE=before is not None, num_warps=4,
-    )  # fmt: skip
-    return output, lse
+    return partial, partial_lse
 
 
 def append(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, index: Tensor) -> None:

@@ -26,7 +26,7 @@ struct __align__(16) Work {    // of one block: records of one format; mirrored 
   int run_index, run_blocks, records, tokens;   // likewise within the run of records; tokens of the last record
   int begin, units;                             // where the run begins, and a record's size, in units of 16 bytes
   uint32_t widths[2];                           // of the tiles of keys, four bits each
-  int value_width, flags, bias_first, unused;   // bias_first: the run's first token in the bias
+  int value_width, flags, bias_first, first;     // bias_first: the run's first token in the bias; first: its first token that is seen
 };
 
 struct Problem {
@@ -337,6 +337,7 @@ __global__ void __launch_bounds__(THREADS) attend(const Problem p) {
   const int norms = w.flags & KEY_NORMS ? __popc(ends) : 0, array = w.flags & LOGARITHMS ? TOKENS : 2 * TOKENS;
   const uint32_t key_codes = (norms + (w.flags & MAGNITUDES ? 1 : 0)) * array;
   const int only = w.widths[0] == (w.widths[0] & 15) * LOW_ONES && w.widths[1] == (w.widths[0] & 15) * HIGH_ONES && __popc(ends) == 1 ? w.widths[0] & 15 : 0;
+  const int end = (w.records - 1) * TOKENS + w.tokens;
   int stage = 0;
   uint32_t phase = 0;
 #if BIAS
@@ -421,11 +422,12 @@ __global__ void __launch_bounds__(THREADS) attend(const Problem p) {
       for (int k = 0; k < 8; k++) v[s][k / 2][k % 2] = fmaf(bias[s][k / 2][k % 2], 1.4426950408889634f, v[s][k / 2][k % 2]);
     if (i + 1 < count) biases(i + 1);
 #endif
-    if (start + i * step == w.records - 1 && w.tokens < TOKENS) {
+    const int from = w.first - (start + i * step) * TOKENS, to = end - (start + i * step) * TOKENS;
+    if (from > 0 || to < TOKENS) {
 #pragma unroll
       for (int s = 0; s < SETS; s++)
 #pragma unroll
-        for (int k = 0; k < 8; k++) if (8 * k + g >= w.tokens) v[s][k / 2][k % 2] = -__int_as_float(0x7f800000);
+        for (int k = 0; k < 8; k++) if (8 * k + g < from || 8 * k + g >= to) v[s][k / 2][k % 2] = -__int_as_float(0x7f800000);
     }
 
     // ---- softmax, weights times magnitudes to integers

@@ -42,10 +42,13 @@ class Run:
     layout : RecordFormat
     tokens : int
         At least 1.
+    first : int
+        Tokens before this one are not seen.
     """
 
     layout: RecordFormat
     tokens: int
+    first: int = 0
 
     @property
     def records(self) -> int:
@@ -170,7 +173,7 @@ class Plan:
         What each block reads: (row, head), index among the blocks of those, their number, the first one's place among partial
         results; the same two for its run of records, their number, tokens of the last one; where the run begins and a record's
         size, in units of 16 bytes, widths of the tiles of keys in 4 bits each (two numbers); width of values, flags, the run's
-        first place in a bias, 0.
+        first place in a bias, its first token that is seen.
     arrived : (rows * kv_heads,) int32
         Zeros; counts blocks while a kernel runs. One stream at a time.
     """
@@ -229,11 +232,11 @@ def make_plan(
         shares = [max(1, -(-run.records // (rounds * warps))) for run in own] or [1]
         first, place = len(work), 0
         for run, blocks in zip(own or [None], shares, strict=True):
-            whole = (0, 1, begin, 1, 0, 0, 1, 0, 0) if run is None else _described(run, begin, place)
+            whole = (0, 1, begin, 1, 0, 0, 1, 0, 0, 0) if run is None else _described(run, begin, place)
             number, tokens, *rest = whole
             for index in range(blocks):
                 among = [head, len(work) - first, sum(shares), first]
-                work.append([*among, index, blocks, number, tokens, *rest, 0])
+                work.append([*among, index, blocks, number, tokens, *rest])
             begin += 0 if run is None else run.nbytes // 16
             place += 0 if run is None else run.records * TOKENS
     alike = len({*records.runs}) == 1 and len(records.runs[0]) == 1
@@ -249,13 +252,13 @@ def make_plan(
 
 
 def _described(run: Run, begin: int, place: int) -> tuple[int, ...]:
-    """A run as `Plan.work` has it: records, tokens of the last, begin, units, two of widths, width of values, flags, place."""
+    """A run as `Plan.work` has it: records, tokens of the last, begin, units, two of widths, width of values, flags, place, first."""
     layout = run.layout
     widths = sum(width << (4 * tile) for tile, width in enumerate(layout.key_widths))
     flags = (layout.key_norms > 0) | layout.magnitudes << 1 | layout.logarithms << 2
     last = (run.tokens - 1) % TOKENS + 1
     words = (begin, layout.nbytes // 16, widths & 0xFFFFFFFF, widths >> 32)
-    return (run.records, last, *map(_signed, words), layout.value_width, flags, place)
+    return (run.records, last, *map(_signed, words), layout.value_width, flags, place, run.first)
 
 
 def _sets(group: int) -> int:
@@ -309,20 +312,23 @@ def attend_plain(query: Tensor, records: Records, scaling: float, bias: Tensor |
     grouped = query.view(rows * records.kv_heads, group, dim)
     outputs, lses, begin = [], [], 0
     slots: list[int]
+    hidden: list[bool]
     for index, (own, q) in enumerate(zip(records.runs, grouped, strict=True)):
         row, head = divmod(index, records.kv_heads)
         books = records.books[row, head]
-        keys, values, slots, slot = [q[:0]], [q[:0]], [], 0
+        keys, values, slots, hidden, slot = [q[:0]], [q[:0]], [], [], 0
         for run in own:
             part = records.data[begin : begin + run.nbytes].view(run.records, -1)
             one, other = _decoded(part, run, books, q.dtype)
             keys.append(one)
             values.append(other)
             slots += range(slot, slot + run.tokens)
+            hidden += [index < run.first for index in range(run.tokens)]
             begin, slot = begin + run.nbytes, slot + run.records * TOKENS
         logits = q @ torch.cat(keys).t() * scaling
         if bias is not None:
             logits += bias[row, head * group : (head + 1) * group, slots]
+        logits = logits.masked_fill(torch.tensor(hidden, dtype=torch.bool, device=logits.device), -torch.inf)
         output, lse = softmax_part(logits, torch.cat(values))
         outputs.append(output)
         lses.append(lse)

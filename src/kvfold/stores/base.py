@@ -159,6 +159,10 @@ class Store(ABC):
         """
         return None
 
+    def for_decoding(self) -> Store:
+        """The same content in the form that attention of one query reads fastest where it is."""
+        return self
+
     @abstractmethod
     def kept(self, row: int, head: int, rotary: Rotary | None = None) -> Kept:
         """Dequantised content of one row and KV head; `rotary` is for stores that coded keys relative to RoPE."""

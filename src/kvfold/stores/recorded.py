@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvfold.codecs import logarithm
 from kvfold.codecs.codebook import decode, integers
-from kvfold.codecs.fragments import MOST_TILES, TILE, WIDTHS, Coded, RecordFormat, pack, unpack
+from kvfold.codecs.fragments import MOST_TILES, TILE, TOKENS, WIDTHS, Coded, RecordFormat, pack, unpack
 from kvfold.codecs.packing import pack as pack_plain
 from kvfold.codecs.packing import unpack as unpack_plain
 from kvfold.codecs.rotated import RotatedCode
-from kvfold.kernels.records import Records, Run, attend, book, problem
-from kvfold.kernels.reference import Part, merge, softmax_part
+from kvfold.kernels import around_records, dense_decode
+from kvfold.kernels.around_records import Basis, Rotations, Turned
+from kvfold.kernels.dense_decode import Exact
+from kvfold.kernels.records import Records, Run, book
+from kvfold.kernels.reference import Part
 from kvfold.stores.base import AttendContext, Store
 from kvfold.stores.rotated import RotatedLayout, RotatedStore
-from kvfold.stores.tokenwise import TokenwiseStore
+from kvfold.stores.tokenwise import TokenwiseStore, rotary_for
 
 
 class RecordedStore(RotatedStore):
@@ -41,6 +47,7 @@ class RecordedStore(RotatedStore):
         "value_scale": "scales",
     }
     per_token = frozenset()
+    changing = frozenset({"records"})
 
     @classmethod
     def of(cls, store: RotatedStore) -> RecordedStore | None:
@@ -82,14 +89,23 @@ class RecordedStore(RotatedStore):
         """A copy on another GPU, or in the plain form anywhere else: records serve none but GPUs."""
         return super().to(device) if torch.device(device).type == "cuda" else self.plain().to(device)
 
+    @staticmethod
+    def problem(store: RotatedStore) -> str | None:
+        """Why records would not be read by a kernel where the store is; None if they would."""
+        device = next(iter(store.buffers.values())).device
+        return around_records.problem(device, store.key_dim, 1)
+
+    def for_decoding(self) -> RotatedStore:
+        return self if self.problem(self) is None else self.plain()
+
     def _coded(self, rows: slice, span: slice) -> list[Coded]:
         """Codes and norms (rows, tokens, ...) of each head."""
-        first, last = span.start // 64, -(-span.stop // 64)
-        own = slice(span.start - first * 64, span.stop - first * 64)
+        first, last = span.start // TOKENS, -(-span.stop // TOKENS)
+        own = slice(span.start - first * TOKENS, span.stop - first * TOKENS)
         result = []
         for records, run in zip(self.buffers["records"][rows].split(self._sizes, 1), self._runs, strict=True):
             some = records.unflatten(1, (run.records, -1))[:, first:last]
-            coded = unpack(some, run.layout, min(last * 64, self.tokens) - first * 64)
+            coded = unpack(some, run.layout, min(last * TOKENS, self.tokens) - first * TOKENS)
             parts = (coded.keys, coded.values, coded.key_norms, coded.magnitudes)
             result.append(Coded(*(part[:, own] for part in parts if part is not None)))
         return result
@@ -107,8 +123,46 @@ class RecordedStore(RotatedStore):
 
     @cached_property
     def _records(self) -> Records:
-        runs = [(run,) for run in self._runs] * self.rows
+        firsts = [self._sinks(row)[1] if self._padded_in_front else 0 for row in range(self.rows)]
+        runs = [(replace(run, first=first),) for first in firsts for run in self._runs]
         return Records(self.buffers["records"].view(-1), self.buffers["books"], runs)
+
+    @cached_property
+    def _padded_in_front(self) -> bool:
+        """Whether what is hidden of a row, its padding and sinks, are its first tokens."""
+        return "valid" not in self.buffers or torch.equal(self.buffers["valid"], self._index >= self._starts)
+
+    @property
+    def _index(self) -> Tensor:
+        return torch.arange(self.tokens, device=self.buffers["records"].device)
+
+    @property
+    def _starts(self) -> Tensor:
+        """First real token (rows, 1)."""
+        starts = [[self.tokens - real] for real in self.real_tokens]
+        return torch.tensor(starts, device=self.buffers["records"].device)
+
+    @cached_property
+    def _basis(self) -> Basis:
+        return Basis(
+            scale=self.buffers["key_scale"],
+            value_scale=self.buffers["value_scale"],
+            order=self.buffers.get("key_order"),
+            keys=_rotations(self.layout.keys, self.buffers["records"].device),
+            values=_rotations(self.layout.values, self.buffers["records"].device),
+            key_mean=None if self.layout.turned else self.buffers.get("key_mean"),
+        )
+
+    @cached_property
+    def _exact(self) -> Exact | None:
+        """The sinks."""
+        if not self.layout.sinks:
+            return None
+        valid = None
+        if min(self.real_tokens) < self.layout.sinks:
+            count = torch.tensor(self.real_tokens, device=self.buffers["records"].device)
+            valid = torch.arange(self.layout.sinks, device=count.device) < count[:, None]
+        return Exact(self.buffers["key_sinks"], self.buffers["value_sinks"], None, valid)
 
     def _check(self) -> None:
         super()._check()
@@ -121,56 +175,57 @@ class RecordedStore(RotatedStore):
     # ---- attention ----
 
     def attend(self, query: Tensor, rows: Tensor | None, context: AttendContext) -> Part:
-        together = query.shape[1] // self.kv_heads * query.shape[2]
-        ordinary = rows is None and context.expand is None and context.softcap is None
-        if not ordinary or problem(query.device, self.key_dim, together) is not None:
+        if rows is not None or not self._served(query, context):
             return super().attend(query, rows, context)
-        return self.attend_records(query, context)
+        return around_records.attend(
+            query, self._records, self._basis, context.scaling, **self.around(context)
+        )
+
+    def attend_with_tail(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        context: AttendContext,
+        before: Part | None,
+        length: Tensor | None = None,
+    ) -> Part | None:
+        if not self._served(query, context) or not dense_decode.fits(query, key, value):
+            return None
+        return around_records.attend(
+            query,
+            self._records,
+            self._basis,
+            context.scaling,
+            **self.around(context),
+            tail=Exact(key, value, length),
+            before=before,
+            dtype=query.dtype,
+        )
+
+    def _served(self, query: Tensor, context: AttendContext) -> bool:
+        """Whether the kernels serve: every row its own queries, no cap, at most 16 queries a KV head."""
+        ordinary = context.expand is None and context.softcap is None and query.shape[0] == self.rows
+        together = query.shape[1] // self.kv_heads * query.shape[2]
+        return ordinary and around_records.problem(query.device, self.key_dim, together) is None
 
     def attend_records(self, query: Tensor, context: AttendContext) -> Part:
-        """As `attend`, by `kernels.records`: every row its own queries, no cap, at most 16 queries a KV head."""
-        batch, heads, queries, dim = query.shape
-        q = query.float().reshape(batch, self.kv_heads, -1, dim) * context.scaling
-        coded = q
-        if "key_order" in self.buffers:
-            coded = q.gather(-1, self.buffers["key_order"].long()[:, :, None].expand_as(q))
-        coded = torch.cat([code.query(coded[:, at : at + 1]) for at, code in enumerate(self.layout.keys)], 1)
-        coded = coded * self.buffers["key_scale"][:, :, None]
-        output, lse = attend(coded.flatten(1, 2), self._records, 1.0, self._bias(q, context))
-        output, lse = output.view(q.shape), lse.view(q.shape[:-1])
-        output = output * self.buffers["value_scale"][..., None, None]
-        if self.layout.sinks:
-            output, lse = merge([(output, lse), self._sink_part(q)])
-        output = torch.cat(
-            [code.restore(output[:, at : at + 1]) for at, code in enumerate(self.layout.values)], 1
+        """As `attend`, by plain torch, but over records as the kernels read them: their twin."""
+        return around_records.attend_plain(
+            query, self._records, self._basis, context.scaling, **self.around(context)
         )
-        return output.view(batch, heads, queries, dim), lse.view(batch, heads, queries)
 
-    def _bias(self, query: Tensor, context: AttendContext) -> Tensor | None:
-        """What is added to logits (rows, kv_heads * n, slots): the mean key's, and -inf for padding and sinks."""
-        more = [self.more_logits(row, own, context) for row, own in enumerate(query)]
-        valid = self.buffers.get("valid")
-        if more[0] is None and valid is None and not self.layout.sinks:
-            return None
-        shape = (*query.shape[:3], -(-self.tokens // 64) * 64)
-        bias = query.new_zeros(shape)
-        for row, (own, one) in enumerate(zip(bias, more, strict=True)):
-            if one is not None:
-                own[..., : self.tokens] = one
-            own[..., slice(*self._sinks(row))] = -torch.inf
-        if valid is not None:
-            bias[..., : self.tokens].masked_fill_(~valid[:, None, None], -torch.inf)
-        return bias.flatten(1, 2)
-
-    def _sink_part(self, query: Tensor) -> Part:
-        """Attention over the sinks, values still rotated."""
-        keys, values = self.buffers["key_sinks"].float(), self.buffers["value_sinks"].float()
-        logits = query @ keys.transpose(2, 3)
-        for row, own in enumerate(logits):
-            first, stop = self._sinks(row)
-            own[..., stop - first :] = -torch.inf
-        turned = [code.rotate(values[:, at : at + 1]) for at, code in enumerate(self.layout.values)]
-        return softmax_part(logits, torch.cat(turned, 1))
+    def around(self, context: AttendContext) -> dict[str, Any]:
+        """What else `kernels.around_records` attends to."""
+        turned = hidden = None
+        if "key_mean" in self.buffers and self.layout.turned:
+            rotary = rotary_for(True, context.rotary)
+            assert rotary is not None
+            turned = Turned(self.buffers["key_mean"], rotary, self.tokens, self.layout.shifts)
+        if not self._padded_in_front:
+            sinks = (self._index >= self._starts) & (self._index < self._starts + self.layout.sinks)
+            hidden = pad(~self.buffers["valid"] | sinks, (0, -self.tokens % TOKENS))
+        return {"turned": turned, "hidden": hidden, "exact": self._exact}
 
     # ---- by the plain form ----
 
@@ -205,8 +260,16 @@ class RecordedStore(RotatedStore):
     def join(self, following: Store) -> RotatedStore | None:  # type: ignore[override]
         if not isinstance(following, RecordedStore):
             return None
-        both = self.plain().join(following.plain())
-        return None if both is None else recorded(both)
+        if self.tokens % TOKENS or "valid" in self.buffers or "valid" in following.buffers:
+            both = self.plain().join(following.plain())
+            return None if both is None else recorded(both)
+        if not self._continues(following):
+            return None
+        pairs = zip(*(one.buffers["records"].split(one._sizes, 1) for one in (self, following)), strict=True)
+        records = torch.cat([part for pair in pairs for part in pair], 1)
+        real = tuple(a + b for a, b in zip(self.real_tokens, following.real_tokens, strict=True))
+        layout = replace(self.layout, tokens=self.tokens + following.tokens, real_tokens=real)
+        return RecordedStore(layout, {**self.buffers, "records": records})
 
 
 def _of(coded: Coded, name: str) -> tuple[Tensor, Tensor]:
@@ -285,6 +348,15 @@ def _scales(store: RotatedStore) -> dict[str, Tensor]:
         "key_scale": torch.stack(keys, 1),
         "value_scale": torch.stack(values, 1),
     }
+
+
+@lru_cache(maxsize=256)
+def _rotations(codes: tuple[RotatedCode, ...], device: torch.device) -> Rotations:
+    """Of the heads' codes, each group's in its place."""
+    distinct = list(dict.fromkeys(codes))
+    matrices = [torch.block_diag(*(rotation for rotation, _ in code.tables(device))) for code in distinct]
+    which = torch.tensor([distinct.index(code) for code in codes], dtype=torch.int32)
+    return Rotations(torch.stack(matrices), which.to(device))
 
 
 def _levels(code: RotatedCode, index: int, device: torch.device) -> tuple[dict[int, list[int]], Tensor]:

@@ -114,6 +114,11 @@ class RotatedStore(TokenwiseStore):
                 buffers[f"{name}_norms"] = stored_norms(norms)
         return cls(layout, buffers)
 
+    def for_decoding(self) -> RotatedStore:
+        from kvfold.stores.recorded import RecordedStore
+
+        return RecordedStore.of(self) or self if RecordedStore.problem(self) is None else self
+
     # ---- blocks of tokens ----
 
     def _coordinates(self, name: str, row: int, span: slice, codes: tuple[RotatedCode, ...]) -> Tensor:

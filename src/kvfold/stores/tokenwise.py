@@ -59,6 +59,8 @@ class TokenwiseStore(Store):
     """
 
     per_token: ClassVar[frozenset[str]]
+    changing: ClassVar[frozenset[str]] = frozenset()
+    """Buffers of the tokens that have no dimension for them."""
     block = 2048
     """Tokens decoded at a time."""
 
@@ -178,15 +180,9 @@ class TokenwiseStore(Store):
         return type(self)(layout, {name: tensor[rows] for name, tensor in self.buffers.items()})
 
     def join(self, following: Store) -> Self | None:
-        if not isinstance(following, type(self)):
+        if not isinstance(following, type(self)) or not self._continues(following):
             return None
-        both = (self.layout, following.layout)
-        first, second = (replace(one, tokens=0, real_tokens=(), shifts=()) for one in both)
         constants = self.buffers.keys() - self._by_token
-        if first != second or constants != following.buffers.keys() - self._by_token:
-            return None
-        if any(not torch.equal(self.buffers[name], following.buffers[name]) for name in constants):
-            return None
         if any(self.buffers[name].dtype != following.buffers[name].dtype for name in self.per_token):
             return None
         buffers = {name: self.buffers[name] for name in constants}
@@ -197,6 +193,15 @@ class TokenwiseStore(Store):
         real = tuple(a + b for a, b in zip(self.real_tokens, following.real_tokens, strict=True))
         layout = replace(self.layout, tokens=self.tokens + following.tokens, real_tokens=real)
         return type(self)(layout, buffers)
+
+    def _continues(self, following: TokenwiseStore) -> bool:
+        """Whether layout and constants of the store after this one are the same."""
+        both = (self.layout, following.layout)
+        first, second = (replace(one, tokens=0, real_tokens=(), shifts=()) for one in both)
+        constants = self.buffers.keys() - self._by_token - self.changing
+        if first != second or constants != following.buffers.keys() - self._by_token - self.changing:
+            return False
+        return all(torch.equal(self.buffers[name], following.buffers[name]) for name in constants)
 
     def _valid(self) -> Tensor:
         if "valid" in self.buffers:

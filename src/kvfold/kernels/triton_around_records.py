@@ -1,0 +1,162 @@
+"""The Triton kernels of `around_records`."""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _rotated(x, matrices, which, channels, chosen, BACK: tl.constexpr, DIM: tl.constexpr):
+    """x (n, DIM_UP) by one head's matrix, or its transpose: the chosen channels of the result."""
+    matrix = matrices + tl.load(which).to(tl.int64) * DIM * DIM
+    if BACK:
+        place = channels[:, None] * DIM + chosen[None, :]
+    else:
+        place = channels[:, None] + chosen[None, :] * DIM
+    inside = (channels < DIM)[:, None] & (chosen < DIM)[None, :]
+    return tl.dot(x, tl.load(matrix + place, mask=inside, other=0.0), input_precision="tf32x3")
+
+
+@triton.jit
+def prepare(
+    query, coded, factors, order, scale, matrices, which, vector, partner, first, shift_cos, shift_sin, scaling, turn_scale,
+    ORDER: tl.constexpr, ROTATED: tl.constexpr, TURNED: tl.constexpr, SHIFTED: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, GROUP_UP: tl.constexpr, DIM: tl.constexpr, DIM_UP: tl.constexpr,
+):  # fmt: skip
+    """Queries of one KV head in the basis of its codes, and their factors for the turned vector (see `position_bias`)."""
+    head, row = tl.program_id(1), tl.program_id(2)
+    own = row * tl.num_programs(1) + head
+    chosen = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    queries, channels = tl.arange(0, GROUP_UP), tl.arange(0, DIM_UP)
+    inside = chosen < DIM
+    lines = query + (own * GROUP + queries)[:, None] * DIM
+    target = (own * GROUP + queries)[:, None] * DIM + chosen[None, :]
+    some = (queries < GROUP)[:, None] & inside[None, :]
+    if ROTATED:
+        all_of = (queries < GROUP)[:, None] & (channels < DIM)[None, :]
+        place = channels
+        if ORDER:
+            place = tl.load(order + own * DIM + channels, mask=channels < DIM, other=0).to(tl.int32)
+        x = tl.load(lines + place[None, :], mask=all_of, other=0.0).to(tl.float32)
+        turned = _rotated(x, matrices, which + head, channels, chosen, False, DIM)
+    else:
+        place = chosen
+        if ORDER:
+            place = tl.load(order + own * DIM + chosen, mask=inside, other=0).to(tl.int32)
+        turned = tl.load(lines + place[None, :], mask=some, other=0.0).to(tl.float32)
+    factor = tl.load(scale + own * DIM + chosen, mask=inside, other=0.0) * scaling
+    tl.store(coded + target, turned * factor[None, :], mask=some)
+    if TURNED:
+        pair = tl.load(partner + chosen, mask=inside, other=0)
+        leads = tl.load(first + chosen, mask=inside, other=0) != 0
+        mean = tl.load(vector + own * DIM + chosen, mask=inside, other=0.0).to(tl.float32)
+        mean_pair = tl.load(vector + own * DIM + pair, mask=inside, other=0.0).to(tl.float32)
+        mean, mean_pair = mean * (turn_scale * scaling), mean_pair * (turn_scale * scaling)
+        q = tl.load(lines + chosen[None, :], mask=some, other=0.0).to(tl.float32)
+        q_pair = tl.load(lines + pair[None, :], mask=some, other=0.0).to(tl.float32)
+        alone = (pair == chosen)[None, :]
+        cosine = q * mean[None, :] + tl.where(alone, 0.0, q_pair * mean_pair[None, :])
+        sine = q * mean_pair[None, :] - q_pair * mean[None, :]
+        found = tl.where(leads[None, :], cosine, sine)
+        if SHIFTED:
+            cos = tl.load(shift_cos + row * DIM + chosen, mask=inside, other=0.0)
+            sin = tl.load(shift_sin + row * DIM + chosen, mask=inside, other=0.0)
+            found = found * cos[None, :] - tl.where(leads[None, :], -sine, cosine) * sin[None, :]
+        tl.store(factors + target, found, mask=some)
+
+
+@triton.jit
+def position_bias(
+    factors, partner, coarse_cos, coarse_sin, fine, bias, coarse, slots, stride,
+    GROUP: tl.constexpr, DIM: tl.constexpr, DIM_UP: tl.constexpr, COARSE: tl.constexpr, M: tl.constexpr,
+    FINE: tl.constexpr,
+):  # fmt: skip
+    """Logits of the turned vector at the positions of some coarse turns: `position_bias.position_logits`.
+
+    Both sides of the product are sums of two numbers of 16 bits; the product of the small ones is left out.
+    """
+    own = tl.program_id(1)
+    line, channels, near = tl.arange(0, M), tl.arange(0, DIM_UP), tl.arange(0, FINE)
+    turn, head = tl.program_id(0) * COARSE + line // GROUP, line % GROUP
+    inside = channels < DIM
+    pair = tl.load(partner + channels, mask=inside, other=0)
+    base = factors + (own * GROUP + head)[:, None] * DIM
+    x = tl.load(base + channels[None, :], mask=inside[None, :], other=0.0)
+    x_pair = tl.load(base + pair[None, :], mask=inside[None, :], other=0.0)
+    there = (turn < coarse)[:, None] & inside[None, :]
+    place = turn[:, None] * DIM + channels[None, :]
+    cos, sin = (
+        tl.load(coarse_cos + place, mask=there, other=0.0),
+        tl.load(coarse_sin + place, mask=there, other=0.0),
+    )
+    back = x * cos - x_pair * sin
+    high = back.to(tl.float16)
+    low = (back - high.to(tl.float32)).to(tl.float16)
+    table = tl.load(fine + near[None, :] * stride + channels[:, None], mask=inside[:, None], other=0.0)
+    rough = table.to(tl.float16)
+    rest = (table - rough.to(tl.float32)).to(tl.float16)
+    logits = tl.dot(high, rest, tl.dot(low, rough, tl.dot(high, rough)))
+    slot = turn[:, None] * FINE + near[None, :]
+    real = (line < COARSE * GROUP)[:, None] & (slot < slots)
+    tl.store(bias + (own * GROUP + head).to(tl.int64)[:, None] * slots + slot, logits, mask=real)
+
+
+@triton.jit
+def finish(
+    mixed, sums, partial, partial_lse, before, before_lse, query, output, lse, value_scale, matrices, which, key_mean,
+    value_mean, splits, scaling,
+    ROTATED: tl.constexpr, KEY_MEAN: tl.constexpr, VALUE_MEAN: tl.constexpr, BEFORE: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, GROUP_UP: tl.constexpr, DIM: tl.constexpr, DIM_UP: tl.constexpr,
+):  # fmt: skip
+    """Turn one KV head's output over records back, and merge it with exact tokens and what came before."""
+    head, row = tl.program_id(1), tl.program_id(2)
+    own = row * tl.num_programs(1) + head
+    chosen = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    queries, channels = tl.arange(0, GROUP_UP), tl.arange(0, DIM_UP)
+    line, known = own * GROUP + queries, queries < GROUP
+    some = known[:, None] & (chosen < DIM)[None, :]
+    all_of = known[:, None] & (channels < DIM)[None, :]
+    place = line[:, None] * DIM + chosen[None, :]
+    if ROTATED:
+        x = tl.load(mixed + line[:, None] * DIM + channels[None, :], mask=all_of, other=0.0)
+        state = _rotated(x, matrices, which + head, channels, chosen, True, DIM)
+    else:
+        state = tl.load(mixed + place, mask=some, other=0.0)
+    state = state * tl.load(value_scale + own)
+    if VALUE_MEAN:
+        state += tl.load(value_mean + own * DIM + chosen, mask=chosen < DIM, other=0.0).to(tl.float32)[
+            None, :
+        ]
+    peak = tl.load(sums + line, mask=known, other=float("-inf"))
+    if KEY_MEAN:
+        q = tl.load(query + line[:, None] * DIM + channels[None, :], mask=all_of, other=0.0).to(tl.float32)
+        mean = tl.load(key_mean + own * DIM + channels, mask=channels < DIM, other=0.0).to(tl.float32)
+        peak += tl.sum(q * mean[None, :], 1) * scaling
+    empty = peak == float("-inf")
+    total = tl.where(empty, 0.0, 1.0)
+    state = tl.where(empty[:, None], 0.0, state)
+    for split in range(splits):
+        there = (line * splits + split).to(tl.int64)
+        own_lse = tl.load(partial_lse + there, mask=known, other=float("-inf"))
+        own_state = tl.load(partial + there[:, None] * DIM + chosen[None, :], mask=some, other=0.0)
+        peak, total, state = _joined(peak, total, state, own_lse, own_state)
+    if BEFORE:
+        own_lse = tl.load(before_lse + line, mask=known, other=float("-inf"))
+        own_state = tl.load(before + place, mask=some, other=0.0).to(tl.float32)
+        peak, total, state = _joined(peak, total, state, own_lse, own_state)
+    safe = tl.where(total == 0.0, 1.0, total)
+    tl.store(output + place, (state / safe[:, None]).to(output.dtype.element_ty), mask=some)
+    if tl.program_id(0) == 0:
+        tl.store(lse + line, tl.where(total == 0.0, float("-inf"), peak + tl.log(safe)), mask=known)
+
+
+@triton.jit
+def _joined(peak, total, state, own_lse, own_state):
+    """A sum of states weighted relative to `peak`, with one more."""
+    top = tl.maximum(peak, own_lse)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    old, new = tl.exp(peak - safe), tl.exp(own_lse - safe)
+    return top, total * old + new, state * old[:, None] + own_state * new[:, None]
