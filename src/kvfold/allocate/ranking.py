@@ -24,8 +24,9 @@ def ranks(scores: Tensor, positions: Tensor, groups: Tensor) -> Tensor:
     order = positions.argsort(descending=True, stable=True)
     order = order[scores[order].argsort(descending=True, stable=True)]
     order = order[groups[order].argsort(stable=True)]
-    sizes = groups.bincount()
-    starts = sizes.cumsum(0) - sizes
+    ordered = groups[order]
+    # Where each group begins; counting its entries would wait for a GPU.
+    starts = torch.searchsorted(ordered, ordered)
     found = torch.empty_like(groups)
-    found[order] = torch.arange(len(groups), device=groups.device) - starts[groups[order]]
+    found[order] = torch.arange(len(groups), device=groups.device) - starts
     return found

@@ -12,33 +12,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    DynamicSlidingWindowLayer,
-    LinearAttentionLayer,
-)
+from transformers.cache_utils import Cache, DynamicSlidingWindowLayer, LinearAttentionLayer
 
+from kvfold.engine import paged
+from kvfold.engine.layer import FixedAddresses, NotFixedError
+from kvfold.engine.paged import PagedLayer, Paging
 from kvfold.hf import FoldedCache, bridge
 from kvfold.hf.call import AttentionCall, expand_of
 from kvfold.hf.layer import FoldedLayer, Segment
 from kvfold.kernels import dense_decode
 from kvfold.kernels.reference import attend, merge
 from kvfold.ledger import tensors_in
-from kvfold.stores.base import AttendContext
 from kvfold.stores.dense import DenseStore
-
-
-class NotFixedError(Exception):
-    """The model, or the cache, cannot be decoded at fixed addresses; the message says why."""
 
 
 def obstacle(cache: FoldedCache) -> str | None:
     """Why a cache cannot be decoded at fixed addresses as it is now; None if it can."""
     method = cache.method
-    if method.needs.gates:
+    if method.needs.gates and not method.pages:
         return f"the gates of {method.name} read every token"
-    if method.refolds:
+    if method.refolds and not method.pages:
         return f"{method.name} folds the whole cache again for each block"
     devices = {layer.keys.device for layer in cache.folded_layers if layer.keys is not None}
     if len(devices) > 1:
@@ -58,13 +51,18 @@ def obstacle(cache: FoldedCache) -> str | None:
                 return "its sliding layers keep the past"
         elif type(layer) is not LinearAttentionLayer:
             return f"it has layers of type {type(layer).__name__}"
-    return None
+    return paged.obstacle(cache) if method.pages else None
 
 
-def room(cache: FoldedCache, wanted: int) -> int:
-    """Tokens that can be reserved: no more than until the method folds a block."""
-    left = [2 * _block(cache, layer) - layer.tail for layer in cache.folded_layers if _block(cache, layer)]
-    return min([wanted, *left])
+def room(cache: FoldedCache, reserve: int, left: int) -> int:
+    """Tokens that can be reserved, of `left` to come: no more than until the method folds a block."""
+    if cache.method.pages:
+        return left if paged.endless(cache, left) else min(reserve, left)
+    wanted = min(reserve, left)
+    left_in_block = [
+        2 * _block(cache, layer) - layer.tail for layer in cache.folded_layers if _block(cache, layer)
+    ]
+    return min([wanted, *left_in_block])
 
 
 def _block(cache: FoldedCache, layer: FoldedLayer) -> int:
@@ -121,7 +119,7 @@ class Slots:
             self.mask[..., : self.carried] &= self.valid[:, None, None]
 
 
-class FixedLayer(CacheLayerMixin):
+class FixedLayer(FixedAddresses):
     """Tokens of one attention layer that are not folded, with room for more.
 
     Parameters
@@ -133,30 +131,19 @@ class FixedLayer(CacheLayerMixin):
         What comes before the carried tokens.
     """
 
-    is_sliding = False
-    is_compileable = False
-
     def __init__(self, source: Any, cache: FixedCache, slots: Slots, history: list[Segment]):
-        super().__init__()
+        super().__init__(source)
         self.keys: Tensor | None
         self.values: Tensor | None
-        self.source, self.fixed, self.slots, self.history = source, cache, slots, history
+        self.fixed, self.slots, self.history = cache, slots, history
         self.cache = cache.source
         capacity = slots.mask.shape[-1]
         self.keys = _with_room(source.keys, slots.carried, capacity)
         self.values = _with_room(source.values, slots.carried, capacity)
         self._fused = dense_decode.problem(self.keys.device) is None
-        self.is_initialized = True
         self.block = _block(cache.source, source) if isinstance(source, FoldedLayer) else 0
         self.queries: Tensor | None = None
         self.lse: Tensor | None = None
-        self._context: AttendContext | None = None
-        self._call: dict[str, Any] = {}
-
-    # ---- the transformers cache layer interface ----
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the addresses are fixed."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -170,16 +157,6 @@ class FixedLayer(CacheLayerMixin):
             self.values.index_copy_(2, self.slots.index, value_states)
         bridge.announce(self)
         return self.keys, self.values
-
-    def get_seq_length(self) -> int:
-        raise NotFixedError("its forward pass asks for the length of the cache")
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        raise NotFixedError("its forward pass makes an attention mask of its own")
-
-    def get_max_length(self) -> int:
-        """No maximum."""
-        return -1
 
     @property
     def tail(self) -> int:
@@ -200,9 +177,7 @@ class FixedLayer(CacheLayerMixin):
         **kwargs: Any,
     ) -> Any:
         """Attention of the new token over the history and the slots in use."""
-        if self._context is None:
-            self._context = self._learn(module, query, kwargs)
-        context, slots = self._context, self.slots
+        context, slots = self.context(module, query, kwargs), self.slots
         sinks = kwargs.get("s_aux")
         part = None
         if self.history and slots.plain and sinks is None:
@@ -213,24 +188,11 @@ class FixedLayer(CacheLayerMixin):
         if part is None:
             parts = [segment.store.attend(query, None, context) for segment in self.history]
             parts.append(attend(query, key, value, context.scaling, slots.mask, context.softcap))
-            if sinks is not None:
-                parts.append(
-                    (torch.zeros_like(parts[-1][0]), sinks.float().view(1, -1, 1).expand(query.shape[:3]))
-                )
-            part = merge(parts)
+            part = self.merged(parts, query, sinks)
         output, lse = part
         if self.block:
             self._keep(query, lse)
         return output.transpose(1, 2).contiguous().to(query.dtype), None
-
-    def _learn(self, module: torch.nn.Module, query: Tensor, kwargs: dict[str, Any]) -> AttendContext:
-        scaling = kwargs.get("scaling")
-        scaling = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
-        self._call = dict(
-            module=module, scaling=scaling, softcap=kwargs.get("softcap"), sinks=kwargs.get("s_aux")
-        )
-        rotary = self.source.rotary_of(module) if isinstance(self.source, FoldedLayer) else None
-        return AttendContext(scaling, kwargs.get("softcap"), expand_of(module), rotary)
 
     def _keep(self, query: Tensor, lse: Tensor) -> None:
         """Keep the query for when its block is folded."""
@@ -339,9 +301,13 @@ class FixedCache(Cache):
             if isinstance(layer, LinearAttentionLayer)
             for tensor in tensors_in(vars(layer))
         ]
+        self.paging = Paging(source, room) if source.method.pages else None
         self.layers: list[Any] = [self._fixed(layer) for layer in source.layers]
         rooms = (room for layer in self._own for room in (layer.keys, layer.values))
         source.reserved = [room for room in rooms if room is not None]
+        if self.paging is not None:
+            source.reserved += self.paging.pages.tensors()
+            self.paging.release()
 
     @property
     def _own(self) -> list[FixedLayer]:
@@ -351,6 +317,8 @@ class FixedCache(Cache):
         """One layer at fixed addresses; linear layers' states are already."""
         if isinstance(layer, LinearAttentionLayer):
             return layer
+        if self.paging is not None and isinstance(layer, FoldedLayer):
+            return PagedLayer(layer, self.paging, self.step)
         window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
         carried, history = layer.keys.shape[2], []
         if isinstance(layer, FoldedLayer):
@@ -388,6 +356,12 @@ class FixedCache(Cache):
         """The token is in: device work only."""
         self.step += 1
 
+    def count(self) -> None:
+        """The host's part of a step: count the token, and evict if that is due."""
+        self.taken += 1
+        if self.paging is not None:
+            self.paging.count()
+
     def give_back(self, positions: Tensor | None = None) -> None:
         """Hand the new tokens to the source, which folds a block if one is full; then this cache is spent.
 
@@ -401,6 +375,8 @@ class FixedCache(Cache):
         for layer in layers:
             layer.give_back(self.taken, positions)
             layer.let_go()
+        if self.paging is not None:
+            self.paging.give_back()
         self.source.forget_angles()
 
     def undo(self) -> None:

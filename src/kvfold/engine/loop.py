@@ -14,8 +14,8 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 
 from kvfold.engine import fixed
 from kvfold.engine.choose import Chooser
-from kvfold.engine.fixed import NotFixedError
 from kvfold.engine.fuse import fused
+from kvfold.engine.layer import NotFixedError
 from kvfold.engine.step import EagerStep, FixedStep, last_logits
 from kvfold.errors import KvfoldError
 from kvfold.hf import CACHE_KEYWORD, FoldedCache, bridge
@@ -163,7 +163,7 @@ class Decoding(Iterator[Tensor]):
         if obstacle is not None:
             self.reason = obstacle
             return None
-        room = fixed.room(self.cache, min(self.engine.reserve, self._chooser.left))
+        room = fixed.room(self.cache, self.engine.reserve, self._chooser.left)
         if room < 2:
             return None  # a step by itself is not worth capturing
         try:

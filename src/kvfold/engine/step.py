@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 
 from kvfold.engine.choose import Chooser
-from kvfold.engine.fixed import FixedCache, NotFixedError
+from kvfold.engine.fixed import FixedCache
+from kvfold.engine.layer import NotFixedError
 from kvfold.hf import CACHE_KEYWORD, FoldedCache, bridge
 
 logger = logging.getLogger(__name__)
@@ -113,7 +114,7 @@ class FixedStep:
                 if not self.fixed.taken:
                     self.fixed.undo()
                 raise
-        self.fixed.taken += 1
+        self.fixed.count()
         if not self.chooser.capturable:
             assert self.logits is not None
             self.chooser.choose(self.logits.clone())

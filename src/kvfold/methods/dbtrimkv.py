@@ -21,7 +21,7 @@ from kvfold.errors import BudgetError, KvfoldError
 from kvfold.methods.base import LayerView, Method, Needs, check_block
 from kvfold.methods.gates import TRAIN, load_gates
 from kvfold.stores.base import Store
-from kvfold.stores.retained import RetainedStore
+from kvfold.stores.retained import Entries, Lot, RetainedStore
 from kvfold.stores.trizone import position_dtype
 from kvfold.stores.weighted import WeightedLayout
 
@@ -130,6 +130,10 @@ class DBTrimKV(Method):
         return True
 
     @property
+    def pages(self) -> bool:
+        return True
+
+    @property
     def folds_chunks(self) -> bool:
         return self.chunks
 
@@ -175,44 +179,45 @@ class DBTrimKV(Method):
 
     def fold(self, views: Sequence[LayerView]) -> list[Store]:
         pools = [_Pool(view) for view in views]
-        chosen = self._choose(pools).split([len(pool.positions) for pool in pools])
+        sizes = [len(pool.positions) for pool in pools]
+        chosen = self.choose(_together(pools)).split(sizes)
         return [pool.keep(mask) for pool, mask in zip(pools, chosen, strict=True)]
 
-    def _choose(self, pools: Sequence[_Pool]) -> Tensor:
-        """Which tokens are kept, (n,) bool over all pools."""
-        first = pools[0]
-        device, rows, seen = first.positions.device, len(first.real_tokens), first.tokens
-        position = torch.cat([pool.positions.to(device) for pool in pools])
-        log_beta = torch.cat([pool.log_beta.to(device) for pool in pools])
-        slots = rows * first.kv_heads
-        head = torch.cat([pool.slots.to(device) + index * slots for index, pool in enumerate(pools)])
-        row = head % slots // first.kv_heads
-        score = future_worth(seen - position, log_beta, self.lookahead)
-        padding = seen - torch.tensor(first.real_tokens, device=device)
-        always = (position - padding[row] < self.sinks) | (position >= seen - self.recent)
+    def choose(self, entries: Entries) -> Tensor:
+        lot, position, head, device = entries.lot, entries.positions, entries.slots, entries.slots.device
+        row = head // lot.kv_heads % len(lot.real_tokens)
+        score = future_worth(lot.tokens - position, entries.log_beta, self.lookahead)
+        padding = lot.tokens - torch.tensor(lot.real_tokens, device=device)
+        always = (position - padding[row] < self.sinks) | (position >= lot.tokens - self.recent)
+        alive = entries.alive
+        if alive is None:
+            alive = torch.ones_like(always)
+        always, score = always & alive, score.masked_fill(~alive, -torch.inf)
         if self.least or self.scope == "head":
             rank = ranks(score.masked_fill(always, torch.inf), position, head)
-            always |= rank < self.least
+            always |= (rank < self.least) & alive
         if self.threshold is not None:
             return always | (score >= math.log(self.threshold))
-        limit = torch.tensor([self._limit(pools, real) for real in first.real_tokens], device=device)
+        limit = torch.tensor([self._limit(lot, real) for real in lot.real_tokens], device=device)[row]
         if self.scope == "head":
-            return rank < limit[row] // (len(pools) * first.kv_heads)
-        return ranks(score.masked_fill(always, torch.inf), position, row) < limit[row]
+            return alive & (rank < limit // lot.heads)
+        return alive & (ranks(score.masked_fill(always, torch.inf), position, row) < limit)
 
-    def _limit(self, pools: Sequence[_Pool], real: int) -> int:
-        """Entries of a row of so many real tokens in all pools together."""
-        first = pools[0]
-        heads = len(pools) * first.kv_heads
+    def most(self, lot: Lot, ahead: int) -> int | None:
+        if self.threshold is not None:
+            return None
+        ends = [real + ahead for real in lot.real_tokens]
+        return sum(max(self._limit(lot, end), min(self.shortest, end) * lot.heads) for end in ends)
+
+    def _limit(self, lot: Lot, real: int) -> int:
+        """Entries of a row of so many real tokens."""
         if real <= self.shortest:
-            return real * heads
-        dims = [(pool.view.keys.shape[-1], pool.view.values.shape[-1]) for pool in pools]
-        key_dim, value_dim = max(dims, key=sum)
-        share = len(pools) / first.view.folding_layers
-        found = self._entries(real, heads, key_dim, value_dim, first.tokens, share)
+            return real * lot.heads
+        share = lot.layers / lot.folding_layers
+        found = self._entries(real, lot.heads, lot.key_dim, lot.value_dim, lot.tokens, share)
         if found < 1:
             raise BudgetError(
-                f"the budget pays for no token of {real}: give more than {heads} heads' metadata"
+                f"the budget pays for no token of {real}: give more than {lot.heads} heads' metadata"
             )
         return found
 
@@ -242,6 +247,20 @@ def future_worth(age: Tensor, log_beta: Tensor, lookahead: int) -> Tensor:
 def _log1mexp(x: Tensor) -> Tensor:
     """log(1 - exp(x)) for negative x."""
     return torch.where(x > -math.log(2), (-x.expm1()).log(), (-x.exp()).log1p())
+
+
+def _together(pools: Sequence[_Pool]) -> Entries:
+    """What the layers' pools hold, on the device of the first."""
+    first = pools[0]
+    device, slots = first.positions.device, len(first.real_tokens) * first.kv_heads
+    dims = [(pool.view.keys.shape[-1], pool.view.values.shape[-1]) for pool in pools]
+    folding = first.view.folding_layers
+    return Entries(
+        Lot(first.tokens, first.real_tokens, first.kv_heads, len(pools), folding, *max(dims, key=sum)),
+        positions=torch.cat([pool.positions.to(device) for pool in pools]),
+        log_beta=torch.cat([pool.log_beta.to(device) for pool in pools]),
+        slots=torch.cat([pool.slots.to(device) + index * slots for index, pool in enumerate(pools)]),
+    )
 
 
 class _Pool:

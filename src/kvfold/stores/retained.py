@@ -2,12 +2,68 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from kvfold.kernels.reference import Part, attend, merge
 from kvfold.stores.base import AttendContext
 from kvfold.stores.weighted import WeightedStore
+
+
+@dataclass(frozen=True)
+class Lot:
+    """Of which rows, heads and layers tokens compete.
+
+    Attributes
+    ----------
+    tokens : int
+        Logical tokens seen.
+    real_tokens : tuple of int
+        Of each row.
+    kv_heads, layers : int
+    folding_layers : int
+        Of the whole model.
+    key_dim, value_dim : int
+        The largest of the layers'.
+    """
+
+    tokens: int
+    real_tokens: tuple[int, ...]
+    kv_heads: int
+    layers: int
+    folding_layers: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def heads(self) -> int:
+        """KV heads of a row, all layers together."""
+        return self.layers * self.kv_heads
+
+
+@dataclass(frozen=True)
+class Entries:
+    """Every token that may be kept: what an eviction chooses from.
+
+    Attributes
+    ----------
+    lot : Lot
+    positions : (n,) int64
+        Logical index, from the first token of all.
+    log_beta : (n,) float32
+    slots : (n,) int64
+        (Layer * rows + row) * kv_heads + head.
+    alive : (n,) bool or None
+        False where there is no token; None: all are.
+    """
+
+    lot: Lot
+    positions: Tensor
+    log_beta: Tensor
+    slots: Tensor
+    alive: Tensor | None = None
 
 
 class RetainedStore(WeightedStore):

@@ -1,0 +1,259 @@
+"""Kept tokens of every layer in one pool of pages: what decoding adds to and evicts from in place.
+
+A page of 16 tokens belongs to one slot, which is one KV head of one row in one layer. All slots draw on the same pool, so that
+a head that wins tokens takes the pages of one that lost them, whatever its layer, and the pool never grows. Between evictions
+a slot has pages for all that will come, so that a step allocates nothing; an eviction fills the gaps it makes with each
+slot's last tokens, and moves nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvfold.kernels import paged_decode
+from kvfold.kernels.paged_decode import PAGE, Paged
+from kvfold.kernels.reference import Part
+from kvfold.stores.base import AttendContext
+from kvfold.stores.retained import Entries, Lot, RetainedStore
+from kvfold.stores.trizone import position_dtype
+from kvfold.stores.weighted import WeightedLayout
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Tokens of one layer that are not in a store yet, each seen by all slots.
+
+    Attributes
+    ----------
+    keys, values : (rows, kv_heads, n, key_dim | value_dim)
+    log_beta : (rows, kv_heads, n) float32
+    """
+
+    keys: Tensor
+    values: Tensor
+    log_beta: Tensor
+
+
+class Pages:
+    """Kept tokens of all layers that fold, and room for those decoded next.
+
+    Parameters
+    ----------
+    stores : sequence of RetainedStore
+        One a layer, all of the same rows, heads and dimensions.
+    tails : sequence of Tokens
+        One a layer: what comes after its store, in the dtype of the pool.
+    tokens : int
+        Entries that the pool must hold at most, beside what was read since the last eviction.
+    ahead : int
+        Tokens from one eviction to the next, those in `tails` with them.
+
+    Attributes
+    ----------
+    layers : list of Paged
+        The pool as each layer's attention reads it.
+    folded : int
+        Logical tokens that the last eviction saw.
+    newer : int
+        Tokens read since.
+    real_tokens : tuple of int
+        Of each row, `newer` with them.
+    """
+
+    def __init__(self, stores: Sequence[RetainedStore], tails: Sequence[Tokens], tokens: int, ahead: int):
+        first, tail = stores[0], tails[0]
+        rows, heads, device = first.rows, first.kv_heads, tail.keys.device
+        self.kv_heads, self.ahead = heads, ahead
+        self.folded, self.newer = first.tokens, tail.keys.shape[2]
+        self.real_tokens = tuple(count + self.newer for count in first.real_tokens)
+        slots = len(stores) * rows * heads
+        held = torch.cat([store.buffers["counts"].flatten().to(device) for store in stores])
+        tokens = max(tokens, int(held.sum()))
+        # Of each slot, all pages but the last are full.
+        count = (tokens + slots * (ahead + PAGE - 1)) // PAGE
+        self._keys = tail.keys.new_zeros(count * PAGE, first.key_dim)
+        self._values = tail.keys.new_zeros(count * PAGE, first.value_dim)
+        self._positions = torch.zeros(count * PAGE, dtype=torch.int32, device=device)
+        self._log_beta = torch.zeros(count * PAGE, device=device)
+        self._table = torch.arange(count, dtype=torch.int32, device=device)
+        self._starts = torch.zeros(slots + 1, dtype=torch.int32, device=device)
+        self._kept, self._counts = held, held.clone()
+        span = max(4, min(32, count // len(stores) // _processors(device)))
+        span = 1 << int(math.log2(span))
+        self._pieces = torch.zeros_like(self._starts)
+        self._piece_slots = torch.zeros(count // span + slots, dtype=torch.int32, device=device)
+        size = rows * heads
+        self.layers = [
+            Paged(
+                self._keys, self._values, self._positions, self._log_beta, self._table,
+                self._starts[start : start + size + 1], self._counts[start : start + size],
+                self._pieces[start : start + size + 1], self._piece_slots, start, count // span + size, span,
+            )
+            for start in range(0, slots, size)
+        ]  # fmt: skip
+        self._share(self._starts.clone())
+        for layer, store, tokens_ in zip(self.layers, stores, tails, strict=True):
+            self._fill(layer, store, tokens_)
+
+    def tensors(self) -> list[Tensor]:
+        """All memory held."""
+        pool = [self._keys, self._values, self._positions, self._log_beta]
+        tables = [self._table, self._starts, self._kept, self._counts, self._pieces, self._piece_slots]
+        return pool + tables
+
+    # ---- a step ----
+
+    def append(
+        self, layer: int, key: Tensor, value: Tensor, log_beta: Tensor, step: Tensor, start: int
+    ) -> None:
+        """Put one token in: device work only (see `kernels.paged_decode.append`)."""
+        fused = paged_decode.problem(key.device) is None
+        put = paged_decode.append if fused else paged_decode.append_plain
+        put(key, value, log_beta, self.layers[layer], step, start)
+
+    def attend(self, layer: int, query: Tensor, context: AttendContext) -> Part:
+        """Attention of one query a head over all tokens of a layer; on a GPU device work only."""
+        paged = self.layers[layer]
+        fused = paged_decode.problem(query.device) is None
+        attend = paged_decode.attend if fused else paged_decode.attend_plain
+        return attend(query, paged, context.scaling, context.softcap)
+
+    def read(self, tokens: int = 1) -> None:
+        """Count tokens that every layer has appended."""
+        self.newer += tokens
+        self.real_tokens = tuple(count + tokens for count in self.real_tokens)
+
+    # ---- an eviction ----
+
+    @property
+    def lot(self) -> Lot:
+        """Of what the pool holds tokens."""
+        layers, dims = len(self.layers), (self._keys.shape[1], self._values.shape[1])
+        return Lot(self.folded + self.newer, self.real_tokens, self.kv_heads, layers, layers, *dims)
+
+    def entries(self) -> Entries:
+        """Every place that a slot has, in the order of slots; `alive` tells which hold a token."""
+        slot, index, place = self._order()
+        known = slot.clamp_max(len(self._counts) - 1)
+        alive = (slot == known) & (index < self._counts[known])
+        return Entries(self.lot, self._positions[place].long(), self._log_beta[place], known, alive)
+
+    def keep(self, chosen: Tensor) -> None:
+        """Evict all but some of `entries()`, chosen (n,) bool, and make room for `ahead` tokens more in every slot."""
+        slot, index, place = self._order()
+        known = slot.clamp_max(len(self._counts) - 1)
+        kept = torch.zeros_like(self._counts).index_add_(0, known, chosen.int())
+        inside = index < kept[known]
+        alive = (slot == known) & (index < self._counts[known])
+        # A slot has as many gaps before its new end as tokens to keep after it, and both lists are by slot.
+        gaps, moved = place[alive & ~chosen & inside], place[chosen & ~inside]
+        for pool in (self._keys, self._values, self._positions, self._log_beta):
+            pool[gaps] = pool[moved]
+        if self._keys.dtype == torch.float32:
+            # What a store keeps has 16 bits.
+            for pool in (self._keys, self._values):
+                pool.copy_(pool.half())
+        self._counts.copy_(kept)
+        self._kept.copy_(kept)
+        before, self.folded, self.newer = self._starts.clone(), self.folded + self.newer, 0
+        self._share(before)
+
+    def _order(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Slot (their number: none), place in the slot and place in the pool of every token, by the table; each (n,) int64."""
+        pages = torch.arange(len(self._table), dtype=torch.int32, device=self._table.device)
+        slot = torch.searchsorted(self._starts[1:], pages, right=True)
+        offset = torch.arange(PAGE, device=pages.device)
+        index = (pages - self._starts[slot])[:, None] * PAGE + offset
+        place = self._table[:, None].long() * PAGE + offset
+        return slot.repeat_interleave(PAGE), index.flatten(), place.flatten()
+
+    def _share(self, before: Tensor) -> None:
+        """Give every slot pages for what it holds and `ahead` tokens more: of its own, whose table began at `before`, and free ones."""
+        needed = (self._kept + self.ahead + PAGE - 1) // PAGE
+        self._starts[1:] = needed.cumsum(0)
+        pages = torch.arange(len(self._table), dtype=torch.int32, device=self._table.device)
+        slot = torch.searchsorted(before[1:], pages, right=True)
+        index = pages - before[slot]
+        known = slot.clamp_max(len(needed) - 1)
+        own = (slot == known) & (index < needed[known])
+        table = torch.full_like(self._table, -1)
+        table[(self._starts[known] + index)[own]] = self._table[own]
+        table[table < 0] = self._table[~own]
+        self._table.copy_(table)
+        span = self.layers[0].span
+        self._pieces[1:] = ((needed + span - 1) // span).cumsum(0)
+        pieces = torch.arange(len(self._piece_slots), dtype=torch.int32, device=pages.device)
+        self._piece_slots.copy_(torch.searchsorted(self._pieces[1:], pieces, right=True))
+
+    # ---- to and from stores ----
+
+    def _fill(self, layer: Paged, store: RetainedStore, tail: Tokens) -> None:
+        device = self._keys.device
+        counts = store.buffers["counts"].flatten().to(device).long()
+        held = len(store.buffers["positions"])
+        slots = torch.arange(len(counts), device=device)
+        slot = slots.repeat_interleave(counts, output_size=held)
+        index = torch.arange(held, device=device) - (counts.cumsum(0) - counts)[slot]
+        place = layer.places(slot, index)
+        pools = {
+            "keys": self._keys,
+            "values": self._values,
+            "positions": self._positions,
+            "log_beta": self._log_beta,
+        }
+        for name, pool in pools.items():
+            pool[place] = store.buffers[name].to(device, pool.dtype)
+        new = torch.arange(self.newer, device=device)
+        place = layer.places(slots[:, None], counts[:, None] + new)
+        self._keys[place] = tail.keys.flatten(0, 1).to(self._keys.dtype)
+        self._values[place] = tail.values.flatten(0, 1).to(self._values.dtype)
+        self._log_beta[place] = tail.log_beta.flatten(0, 1)
+        self._positions[place] = (self.folded + new).int()
+        layer.counts.add_(self.newer)
+
+    def give_back(self) -> list[tuple[RetainedStore, Tokens]]:
+        """Stores of what the last eviction left, and the tokens read since; of each layer."""
+        rows = len(self.real_tokens)
+        real = tuple(count - self.newer for count in self.real_tokens)
+        layout = WeightedLayout(self.folded, real)
+        half = self._keys.dtype if self._keys.dtype != torch.float32 else torch.float16
+        slot, index, place = self._order()
+        known = slot.clamp_max(len(self._kept) - 1)
+        old = (slot == known) & (index < self._kept[known])
+        slot, place = slot[old], place[old]
+        # By slot, then position.
+        order = self._positions[place].argsort(stable=True)
+        order = order[slot[order].argsort(stable=True)]
+        sizes = self._kept.view(len(self.layers), -1).sum(1).tolist()
+        new = torch.arange(self.newer, device=place.device)
+        found = []
+        for number, (layer, places) in enumerate(zip(self.layers, place[order].split(sizes), strict=True)):
+            counts = self._kept.view(len(self.layers), rows, self.kv_heads)[number]
+            store = RetainedStore(
+                layout,
+                {
+                    "counts": counts.clone(),
+                    "keys": self._keys[places].to(half),
+                    "values": self._values[places].to(half),
+                    "positions": self._positions[places].to(position_dtype(self.folded)),
+                    "log_beta": self._log_beta[places],
+                },
+            )
+            slots = torch.arange(counts.numel(), device=place.device)
+            places = layer.places(slots[:, None], counts.flatten()[:, None] + new).view(
+                rows, self.kv_heads, -1
+            )
+            tail = Tokens(self._keys[places], self._values[places], self._log_beta[places])
+            found.append((store, tail))
+        return found
+
+
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return 2 * torch.cuda.get_device_properties(device).multi_processor_count
