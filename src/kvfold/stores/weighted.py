@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from kvfold.kernels import ragged_decode
+from kvfold.kernels.dense_decode import Exact
+from kvfold.kernels.ragged_decode import Ragged
 from kvfold.kernels.reference import Part, attend, merge, soft_cap, softmax_part
 from kvfold.stores.base import AttendContext, Kept, Rotary, Store
 from kvfold.stores.tokenwise import attend_rows
@@ -72,6 +75,7 @@ class WeightedStore(Store):
         if len(counts) != self.rows:
             raise ValueError("counts and real_tokens disagree on the number of rows")
         sizes = [count for row in counts for count in row]
+        self._sizes = tuple(sizes)
         pieces = {}
         for name, tensor in self._named():
             if len(tensor) != sum(sizes):
@@ -121,7 +125,43 @@ class WeightedStore(Store):
     # ---- attention ----
 
     def attend(self, query: Tensor, rows: Tensor | None, context: AttendContext) -> Part:
+        if rows is None and self._fused(query, context):
+            return ragged_decode.attend(query, self.ragged, None, context.scaling, context.softcap)
+        return self.attend_plain(query, rows, context)
+
+    def attend_plain(self, query: Tensor, rows: Tensor | None, context: AttendContext) -> Part:
+        """`attend` in plain torch."""
         return attend_rows(query, rows, lambda row, q: self._attend_row(row, q, context))
+
+    def attend_with_tail(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        context: AttendContext,
+        before: Part | None,
+        length: Tensor | None = None,
+    ) -> Part | None:
+        alike = key.dtype == value.dtype == query.dtype and key.stride(3) == value.stride(3) == 1
+        if not (alike and self._fused(query, context)):
+            return None
+        tail = Exact(key, value, length)
+        return ragged_decode.attend(query, self.ragged, tail, context.scaling, context.softcap, before)
+
+    @property
+    def ragged(self) -> Ragged:
+        """The heads as the kernel reads them."""
+        buffers = self.buffers
+        return Ragged(buffers["keys"], buffers["values"], buffers.get("bias"), buffers["counts"], self._sizes)
+
+    def _fused(self, query: Tensor, context: AttendContext) -> bool:
+        """Whether the kernel serves: a decode step on a GPU."""
+        return (
+            query.is_cuda
+            and context.expand is None
+            and ragged_decode.fits(query, self.ragged)
+            and ragged_decode.problem(query.device) is None
+        )
 
     def _attend_row(self, row: int, query: Tensor, context: AttendContext) -> Part:
         heads, count, dim = query.shape
