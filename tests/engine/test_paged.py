@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 
 import pytest
@@ -27,9 +28,8 @@ METHODS = {
 
 def run(model, ids, method, reserve=9, **options):
     """Decode dry; the iterator, at its end, and the most that was reserved."""
-    decoding = stream(
-        model, ids, method, engine=Engine(graph="dry", reserve=reserve), do_sample=False, **options
-    )
+    options = {"do_sample": False, **options}
+    decoding = stream(model, ids, method, engine=Engine(graph="dry", reserve=reserve), **options)
     sizes = []
     for _ in decoding:
         if decoding.step is not None:
@@ -163,3 +163,27 @@ def test_what_is_decoded_without_pages(gates_file):  # noqa: F811
     decoding = stream(model, ids, cache, engine=Engine(graph="dry"), do_sample=False, max_new_tokens=15)
     decoding.run()
     assert "exact" in decoding.reason and cache.folded_layers[0].tail == 15
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("options", METHODS.values(), ids=METHODS)
+def test_graph(options, gates_file):  # noqa: F811
+    """A graph that is captured once, over several evictions, against the same steps one by one."""
+    method = DBTrimKV(gates=gates_file(tiny_model("llama")), **options)
+    model = copy.deepcopy(tiny_model("llama")).cuda()
+    ids, mask = (x.cuda() for x in left_pad(prompt(60, 2), [20, 0]))
+    loop = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 45}
+    dry, _ = run(model, ids, method, **loop)
+    decoding = stream(model, ids, method, engine=Engine(), **loop)
+    found = decoding.run()
+    assert decoding.reason is None
+    assert torch.equal(found, dry.sequences)
+    for one, two in zip(decoding.cache.folded_layers, dry.cache.folded_layers, strict=True):
+        stores = one.segments[0].store.buffers, two.segments[0].store.buffers
+        assert all(torch.equal(tensor, stores[1][name]) for name, tensor in stores[0].items())
+        assert torch.equal(one.keys, two.keys)
+    reference = FoldedCache(method, prompt_tokens=60)
+    reference.watch(model)
+    tokens = model.generate(ids, **{**loop, CACHE_KEYWORD: reference, "max_new_tokens": 12})
+    assert torch.equal(tokens, found[:, :72])

@@ -12,8 +12,9 @@ def ranks(scores: Tensor, positions: Tensor, groups: Tensor) -> Tensor:
     Parameters
     ----------
     scores : (n,) float32
+        No NaN.
     positions : (n,) integer
-        The larger, the newer. Equal ones too keep their order.
+        From 0 on; the larger, the newer. Equal ones too keep their order.
     groups : (n,) int64
         From 0 on.
 
@@ -21,8 +22,10 @@ def ranks(scores: Tensor, positions: Tensor, groups: Tensor) -> Tensor:
     -------
     (n,) int64
     """
-    order = positions.argsort(descending=True, stable=True)
-    order = order[scores[order].argsort(descending=True, stable=True)]
+    # Bits of a float are in the order of floats, those of negative ones backwards; -0.0 + 0.0 is 0.0.
+    bits = (scores + 0.0).view(torch.int32)
+    bits = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    order = (bits.long() << 32 | positions).argsort(descending=True, stable=True)
     order = order[groups[order].argsort(stable=True)]
     ordered = groups[order]
     # Where each group begins; counting its entries would wait for a GPU.

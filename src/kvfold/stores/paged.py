@@ -96,7 +96,7 @@ class Pages:
             )
             for start in range(0, slots, size)
         ]  # fmt: skip
-        self._share(self._starts.clone())
+        self._share()
         for layer, store, tokens_ in zip(self.layers, stores, tails, strict=True):
             self._fill(layer, store, tokens_)
 
@@ -119,7 +119,7 @@ class Pages:
     def attend(self, layer: int, query: Tensor, context: AttendContext) -> Part:
         """Attention of one query a head over all tokens of a layer; on a GPU device work only."""
         paged = self.layers[layer]
-        fused = paged_decode.problem(query.device) is None
+        fused = paged_decode.problem(query.device) is None and paged_decode.fits(query, paged)
         attend = paged_decode.attend if fused else paged_decode.attend_plain
         return attend(query, paged, context.scaling, context.softcap)
 
@@ -150,44 +150,50 @@ class Pages:
         kept = torch.zeros_like(self._counts).index_add_(0, known, chosen.int())
         inside = index < kept[known]
         alive = (slot == known) & (index < self._counts[known])
-        # A slot has as many gaps before its new end as tokens to keep after it, and both lists are by slot.
-        gaps, moved = place[alive & ~chosen & inside], place[chosen & ~inside]
+        gap, moved = alive & ~chosen & inside, chosen & ~inside
+        # A slot has as many gaps before its new end as tokens to keep after it, and both are in the order of slots.
+        number = int(gap.sum())
+        gaps, sources = (place[mask.argsort(descending=True, stable=True)[:number]] for mask in (gap, moved))
         for pool in (self._keys, self._values, self._positions, self._log_beta):
-            pool[gaps] = pool[moved]
+            pool[gaps] = pool[sources]
         if self._keys.dtype == torch.float32:
             # What a store keeps has 16 bits.
             for pool in (self._keys, self._values):
                 pool.copy_(pool.half())
         self._counts.copy_(kept)
         self._kept.copy_(kept)
-        before, self.folded, self.newer = self._starts.clone(), self.folded + self.newer, 0
-        self._share(before)
+        self.folded, self.newer = self.folded + self.newer, 0
+        self._share()
 
     def _order(self) -> tuple[Tensor, Tensor, Tensor]:
         """Slot (their number: none), place in the slot and place in the pool of every token, by the table; each (n,) int64."""
-        pages = torch.arange(len(self._table), dtype=torch.int32, device=self._table.device)
-        slot = torch.searchsorted(self._starts[1:], pages, right=True)
-        offset = torch.arange(PAGE, device=pages.device)
-        index = (pages - self._starts[slot])[:, None] * PAGE + offset
+        slot, index = self._pages_of(self._starts)
+        offset = torch.arange(PAGE, device=slot.device)
+        index = index[:, None] * PAGE + offset
         place = self._table[:, None].long() * PAGE + offset
         return slot.repeat_interleave(PAGE), index.flatten(), place.flatten()
 
-    def _share(self, before: Tensor) -> None:
-        """Give every slot pages for what it holds and `ahead` tokens more: of its own, whose table began at `before`, and free ones."""
-        needed = (self._kept + self.ahead + PAGE - 1) // PAGE
-        self._starts[1:] = needed.cumsum(0)
+    def _pages_of(self, starts: Tensor) -> tuple[Tensor, Tensor]:
+        """Slot (their number: none) and number in it of each page of a table; (pages,) int64 each."""
         pages = torch.arange(len(self._table), dtype=torch.int32, device=self._table.device)
-        slot = torch.searchsorted(before[1:], pages, right=True)
-        index = pages - before[slot]
-        known = slot.clamp_max(len(needed) - 1)
-        own = (slot == known) & (index < needed[known])
-        table = torch.full_like(self._table, -1)
-        table[(self._starts[known] + index)[own]] = self._table[own]
-        table[table < 0] = self._table[~own]
-        self._table.copy_(table)
+        slot = torch.searchsorted(starts[1:], pages, right=True)
+        return slot, pages.long() - starts[slot]
+
+    def _share(self) -> None:
+        """Give every slot pages for what it keeps and `ahead` tokens more: its own first, then free ones."""
+        needed = torch.nn.functional.pad((self._kept + self.ahead + PAGE - 1) // PAGE, (0, 1))
+        had = torch.nn.functional.pad(self._starts.diff(), (0, 1))
+        stays = torch.minimum(needed, had)
+        slot, index = self._pages_of(self._starts)
+        own = index < stays[slot]
+        self._starts[1:] = needed[:-1].cumsum(0)
+        slot, index = self._pages_of(self._starts)
+        kept = index < stays[slot]
+        # Those that stay keep their order, and so do free ones.
+        self._table[kept.argsort(stable=True)] = self._table[own.argsort(stable=True)]
         span = self.layers[0].span
-        self._pieces[1:] = ((needed + span - 1) // span).cumsum(0)
-        pieces = torch.arange(len(self._piece_slots), dtype=torch.int32, device=pages.device)
+        self._pieces[1:] = ((needed[:-1] + span - 1) // span).cumsum(0)
+        pieces = torch.arange(len(self._piece_slots), dtype=torch.int32, device=slot.device)
         self._piece_slots.copy_(torch.searchsorted(self._pieces[1:], pieces, right=True))
 
     # ---- to and from stores ----
