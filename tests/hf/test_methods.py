@@ -76,7 +76,14 @@ SELECTIONS = {
     "blockgtq-group": BlockGTQ(keep=0.4, norms="group", score="sum", share="layer", bias="mean"),
     "blockgtq-tile": BlockGTQ(bits=2.5, tile=4, most_widths=2, bias="in", recent=5, rotation="haar"),
     "xkv-plain": XKV(
-        key_rank=24, value_rank=24, widths=(16,), basis_bits=16, metric="plain", sinks=0, recent=0
+        key_rank=24,
+        value_rank=24,
+        widths=(16,),
+        basis_bits=16,
+        metric="plain",
+        centre=False,
+        sinks=0,
+        recent=0,
     ),
     "chain": SnapKV(keep=0.4, window=8) >> BlockGTQ(bits=4),
     "chain-fit": SelectFit(keep=0.4, sinks=2, window=8) >> TurboQuant(bits=3, bias="out"),

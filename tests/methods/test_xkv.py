@@ -17,7 +17,7 @@ from tests.methods.baselines.views import view
 from tests.stores.checks import Turn
 from tests.tiny import prompt, tiny_model
 
-PUBLISHED = dict(widths=(16,), basis_bits=16, metric="plain", sinks=0, recent=0)
+PUBLISHED = dict(widths=(16,), basis_bits=16, metric="plain", centre=False, sinks=0, recent=0)
 
 
 def alike(layers=3, tokens=200, rank=6, noise=0.05, seed=0, mixed=False):
@@ -149,6 +149,67 @@ def test_tokens_that_queries_want_lose_less():
     assert share(XKV(keep=0.2, flatten=1.0).fold(views)) < 0.6 * share(XKV(keep=0.2, flatten=0.0).fold(views))
 
 
+def test_what_all_tokens_have_is_taken_out():
+    """Keys and values with a large constant, as a projection's bias makes, lose no more than without it."""
+
+    def moved(views, by):
+        generator = torch.Generator().manual_seed(7)
+        result = []
+        for one in views:
+            keys = Turn().unrotate(one.keys[0], one.positions[0]) + by * torch.randn(
+                2, 1, 16, generator=generator
+            )
+            values = one.values + by * torch.randn(2, 1, 24, generator=generator)
+            result.append(replace(one, keys=Turn().rotate(keys, one.positions[0])[None], values=values))
+        return result
+
+    def lost(views, **options):
+        stores = XKV(keep=0.3, metric="plain", **options).fold(views)
+        assert nbytes(stores) <= 0.3 * sum(store.full_bytes for store in stores)
+        error = 0.0
+        for one, store in zip(views, stores, strict=True):
+            for head in range(2):
+                kept = store.kept(0, head, Turn())
+                error += float((kept.keys - one.keys[0, head]).square().sum())
+                error += float((kept.values - one.values[0, head]).square().sum())
+        return error
+
+    near, far = moved(alike(), 0.0), moved(alike(), 30.0)
+    assert lost(far) < 1.5 * lost(near)
+    assert lost(far, centre=False) > 20 * lost(far)
+
+
+def test_the_mean_is_that_of_the_tokens_in_factors():
+    views = alike(layers=1)
+    (store,) = XKV(keep=0.3, metric="plain").fold(views)
+    start, count = store.coded(0)
+    inside = slice(start, start + count)
+    keys = Turn().unrotate(views[0].keys[0], views[0].positions[0])[:, inside]
+    assert torch.allclose(store.buffers["key_mean.0"].float(), keys.mean(1), atol=2e-3)
+    assert torch.allclose(
+        store.buffers["value_mean.0"].float(), views[0].values[0, :, inside].mean(1), atol=2e-3
+    )
+    assert store.ledger()["means"] == 2 * 2 * (16 + 24)
+
+
+def test_a_later_turn_with_another_mean_is_put_on_the_basis_there_is():
+    views = alike(tokens=240)
+    for one in views:
+        one.values[:, :, 120:] += 0.05
+    halves = [
+        [replace(one, keys=one.keys[:, :, part], values=one.values[:, :, part], valid=one.valid[:, :, part],
+                 positions=one.positions[:, part], real_tokens=(120,),
+                 sampled=one.sampled[:, :, one.sampled_index < 120],
+                 sampled_index=one.sampled_index[one.sampled_index < 120]) for one in views]
+        for part in (slice(0, 120), slice(120, 240))
+    ]  # fmt: skip
+    method = XKV(keep=0.2)
+    first = method.fold(halves[0])
+    second = method.fold([replace(one, previous=(s, None)) for one, s in zip(halves[1], first, strict=True)])
+    assert first[0].buffers["value_mean.0"] is second[0].buffers["value_mean.0"]
+    assert relative_error(halves[1], second) < 2 * relative_error(halves[0], first)
+
+
 def test_subspace_iteration_finds_the_leading_eigenvectors():
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(300, 80, generator=generator, dtype=torch.float64) * 0.9 ** torch.arange(80)
@@ -187,6 +248,15 @@ def test_a_later_turn_unlike_the_first_gets_a_basis_of_its_own():
     second = method.fold([replace(one, previous=(s, None)) for one, s in zip(fresh, first, strict=True)])
     assert first[0].buffers["key_basis.0"] is not second[0].buffers["key_basis.0"]
     assert relative_error(fresh, second) < 0.2
+
+
+def test_a_later_turn_too_short_to_pay_stays_exact():
+    first = XKV(keep=0.5).fold(alike())
+    short, method = alike(tokens=40, seed=5), XKV(keep=0.05)
+    second = method.fold([replace(one, previous=(s, None)) for one, s in zip(short, first, strict=True)])
+    assert relative_error(short, second) == 0
+    with pytest.raises(BudgetError, match="raise keep"):
+        method.fold(short)
 
 
 def test_windows_of_a_model():

@@ -13,7 +13,15 @@ from tests.methods.baselines.views import view
 from tests.stores.checks import Turn, assert_behaves
 
 PUBLISHED = dict(
-    key_rank=12, value_rank=16, widths=(16,), basis_bits=16, metric="plain", sinks=0, recent=0, split=False
+    key_rank=12,
+    value_rank=16,
+    widths=(16,),
+    basis_bits=16,
+    metric="plain",
+    centre=False,
+    sinks=0,
+    recent=0,
+    split=False,
 )
 SPARSE = dict(keep=0.6, chunk=4, recent=4, outlier_chunks=2, split=False)
 

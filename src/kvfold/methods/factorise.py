@@ -96,21 +96,27 @@ class Window:
     # ---- what errors cost ----
 
     def _measure(self) -> None:
-        """States with the metric applied, (coded, layers * kv_heads * dim) for keys and values, and token weights."""
+        """Token weights, and states less their mean with the metric applied, (coded, layers * kv_heads * dim) each."""
         self.metrics: list[tuple[Tensor, Tensor]] = []
+        self.means: list[tuple[Tensor, Tensor]] = []
         states: list[list[Tensor]] = [[], []]
-        weights = []
+        self.weights = torch.stack([self._weights(view) for view in self.views]).mean(0)
         for view in self.views:
             keys, values = (x[self.row, :, self.span].float() for x in (view.keys, view.values))
             if view.rotary is not None and self.coded:
                 keys = view.rotary.unrotate(keys, view.positions[self.row, self.span])
             metric = self._key_metric(view), self._value_metric(values)
             self.metrics.append(metric)
-            for part, (x, root) in enumerate(zip((keys, values), metric, strict=True)):
-                states[part].append((x @ root).transpose(0, 1).flatten(1))
-            weights.append(self._weights(view))
+            self.means.append((self._mean(keys), self._mean(values)))
+            for part, (x, mean, root) in enumerate(zip((keys, values), self.means[-1], metric, strict=True)):
+                states[part].append(((x - mean.float()[:, None]) @ root).transpose(0, 1).flatten(1))
         self.states = [torch.cat(part, 1) for part in states]
-        self.weights = torch.stack(weights).mean(0)
+
+    def _mean(self, states: Tensor) -> Tensor:
+        """What is taken out of states (kv_heads, coded, dim) before, (kv_heads, dim) in 16 bits."""
+        if not self.method.centre or not self.coded:
+            return states.new_zeros(self.heads, states.shape[-1], dtype=self.half)
+        return narrow((states * self.weights[:, None]).sum(1) / self.weights.sum(), self.half)
 
     def _queries(self, view: LayerView) -> tuple[Tensor, Tensor]:
         """Real sampled queries (heads, n, query_dim) float32 and their index in the segment."""
@@ -307,8 +313,9 @@ class Window:
 
     def _basis(self, part: int, layer: int, rows: Tensor, factor: Factor) -> dict[str, Tensor]:
         """A layer's rows (kv_heads, rank, dim) of the basis, with the metric taken off again."""
-        basis = torch.linalg.solve(self.metrics[layer][part], rows, left=False)
-        return LowRankStore.encode_basis(("key", "value")[part], basis, factor, self.half)
+        name, basis = ("key", "value")[part], torch.linalg.solve(self.metrics[layer][part], rows, left=False)
+        mean = {f"{name}_mean": self.means[layer][part]} if self.method.centre else {}
+        return {**mean, **LowRankStore.encode_basis(name, basis, factor, self.half)}
 
     # ---- a turn after a folded one ----
 
@@ -347,7 +354,15 @@ class Window:
             basis = torch.cat(rows, 1)
             if factor.code is not None:
                 basis = factor.code.rotate_back(basis.t()).t()
-            states = self._states(part, layers)
+            moved = [
+                (
+                    (self.means[layer][part].float()[:, None] - before.mean(its, name))
+                    @ self.metrics[layer][part]
+                ).flatten()
+                for layer, (before, its) in zip(layers, befores, strict=True)
+                if before is not None
+            ]
+            states = self._states(part, layers) + torch.cat(moved)
             inner = (basis @ basis.t()).double()
             inner.diagonal().add_(inner.diagonal().mean() * 1e-8)
             found = torch.linalg.solve(inner, (basis @ states.t()).double()).t().float()
@@ -364,7 +379,7 @@ class Window:
             {
                 stem: tensor
                 for stem, tensor in before.row(its).items()
-                if stem.startswith(("key_", "value_")) and stem.endswith(("_basis", "_scales"))
+                if stem.startswith(("key_", "value_")) and stem.endswith(("_basis", "_scales", "_mean"))
             }
             for before, its in befores
             if before is not None

@@ -15,6 +15,7 @@ from kvfold.allocate.transform import Components
 from kvfold.errors import BudgetError, UnsupportedModelError
 from kvfold.methods.base import LayerView, Method, Needs
 from kvfold.methods.factorise import Window
+from kvfold.methods.full import Full
 from kvfold.stores.base import Store
 from kvfold.stores.lowrank import LowRankLayout, LowRankRow, LowRankStore, vector_code
 from kvfold.stores.trizone import position_dtype
@@ -27,9 +28,10 @@ EXACT_SHARE = 0.25
 class XKV(Method):
     """Cross-layer factorisation of keys and values, its factors coded; optionally few tokens rebuilt for a query.
 
-    The paper's form is XKV(key_rank=512, value_rank=768, widths=(16,), basis_bits=16, metric="plain", sinks=0, recent=0,
-    split=False), sizes of Llama-3.1-8B. The defaults differ: components are coded, the large ones in more bits; errors are
-    weighed by the queries that will meet them; attention sinks and the newest tokens stay exact.
+    The paper's form is XKV(key_rank=512, value_rank=768, widths=(16,), basis_bits=16, metric="plain", centre=False,
+    sinks=0, recent=0, split=False), sizes of Llama-3.1-8B. The defaults differ: what all tokens have is taken out first;
+    components are coded, the large ones in more bits; errors are weighed by the queries that will meet them; attention
+    sinks and the newest tokens stay exact.
 
     Parameters
     ----------
@@ -50,6 +52,9 @@ class XKV(Method):
         What the factorisation keeps: what the prompt's queries meet in keys, each head's values relative to their spread,
         and tokens by the squared attention that they would receive from the prompt's queries asked again after it; or
         squared norms (paper).
+    centre : bool
+        Take the mean key before RoPE and the mean value of each layer's heads out before factorising; attention gives them
+        back. Most of a key of models whose key projection has a bias (Qwen2) is that mean.
     sinks, recent : int
         First and newest tokens kept exact; fewer where they would take more than a quarter of the budget.
     split : bool
@@ -74,7 +79,8 @@ class XKV(Method):
 
     Notes
     -----
-    A later turn is put on the basis of the one before, unless a basis of its own would lose less at the same bytes.
+    A later turn is put on the basis of the one before, unless a basis of its own would lose less at the same bytes; one
+    that is too short to pay for either stays exact.
     With latent attention (MLA) the latents are factored as values and the shared rotary key as a key of one head; nothing
     is expanded to heads but the bases.
 
@@ -95,6 +101,7 @@ class XKV(Method):
     widths: tuple[int, ...] = (2, 3, 4, 5, 6, 8)
     basis_bits: Literal[8, 16] = 8
     metric: Literal["queries", "plain"] = "queries"
+    centre: bool = True
     sinks: int = 4
     recent: int = 32
     split: bool = True
@@ -206,7 +213,7 @@ class XKV(Method):
     ) -> int:
         """Bytes of one layer beside factors and bases."""
         outliers = self.outliers_of(coded)
-        total = 2 * kv_heads * (key_dim + value_dim) * (exact + outliers * self.chunk)
+        total = 2 * kv_heads * (key_dim + value_dim) * (exact + outliers * self.chunk + self.centre)
         if self.sparse_budget:
             chunks = coded // self.chunk
             total += kv_heads * outliers * position_dtype(max(chunks, 1)).itemsize
@@ -224,7 +231,14 @@ class XKV(Method):
         stores: list[Store] = []
         # Layers of different shapes or on different devices cannot share a row.
         for _, run in groupby(views, key=lambda view: (view.keys.shape, view.values.shape, view.keys.device)):
-            stores += self._fold_window(list(run))
+            window = list(run)
+            try:
+                stores += self._fold_window(window)
+            except BudgetError:
+                if any(view.previous is None for view in window):
+                    raise
+                # A later turn that is too short to pay for factors: it has been read, and must not be lost.
+                stores += Full().fold(window)
         return stores
 
     def _fold_window(self, views: list[LayerView]) -> list[LowRankStore]:

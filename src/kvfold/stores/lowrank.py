@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvfold.codecs.rotated import RotatedCode
+from kvfold.kernels import dense_decode, lowrank_decode
+from kvfold.kernels.dense_decode import Exact
+from kvfold.kernels.lowrank_decode import Factors
+from kvfold.kernels.position_bias import Turns, turns
 from kvfold.kernels.reference import Part, attend, merge, soft_cap, softmax_part
 from kvfold.stores.base import AttendContext, Kept, Rotary, Store
 from kvfold.stores.shadow import OfRow
@@ -120,7 +126,8 @@ class LowRankStore(Store):
         For each row r, with n tokens in factors: "key_factors.r" and "value_factors.r" (n, bytes) uint8 with "key_norms.r"
         and "value_norms.r" (n, groups), or (n, rank) in 16 bits; "key_basis.r" and "value_basis.r" (kv_heads, rank, dim)
         in 16 bits, or 8-bit codes (kv_heads, rank, bytes) with "key_scales.r" and "value_scales.r" (kv_heads, rank, 1);
-        "exact_keys.r" and "exact_values.r" (kv_heads, sinks + newest + tokens of outliers, dim). With `chunk` also
+        "exact_keys.r" and "exact_values.r" (kv_heads, sinks + newest + tokens of outliers, dim). Optional: "key_mean.r"
+        (before RoPE) and "value_mean.r" (kv_heads, dim), which were taken out of tokens in factors. With `chunk` also
         "outliers.r" (kv_heads, outliers) and, where this layer chooses, "landmarks.r" (kv_heads, chunks, bytes) with
         "landmark_scales.r".
 
@@ -144,6 +151,8 @@ class LowRankStore(Store):
         value_basis="bases",
         key_scales="scales",
         value_scales="scales",
+        key_mean="means",
+        value_mean="means",
         exact_keys="fp16 rows",
         exact_values="fp16 rows",
         landmarks="landmarks",
@@ -231,6 +240,18 @@ class LowRankStore(Store):
         code = vector_code(self.key_dim if name == "key" else self.value_dim)
         return code.rotate_back(code.decode(stored, parts[f"{name}_scales"]))
 
+    def landmarks(self, row: int) -> Tensor:
+        """Mean keys of chunks, (kv_heads, chunks, key_dim) float32."""
+        parts, code = self._rows[row], vector_code(self.key_dim)
+        return code.rotate_back(code.decode(parts["landmarks"], parts["landmark_scales"]))
+
+    def mean(self, row: int, name: str) -> Tensor:
+        """What was taken out of those tokens before, (kv_heads, 1, dim) float32."""
+        parts, dim = self._rows[row], self.key_dim if name == "key" else self.value_dim
+        if f"{name}_mean" in parts:
+            return parts[f"{name}_mean"].float()[:, None]
+        return torch.zeros(self.kv_heads, 1, dim, device=parts["key_factors"].device)
+
     def shared(self, row: int) -> tuple[Tensor, Tensor]:
         """The tensors by which layers of one window are known: they have the same ones."""
         return self._rows[row]["key_factors"], self._rows[row]["value_factors"]
@@ -243,9 +264,11 @@ class LowRankStore(Store):
         """First logical index in factors, and how many tokens are."""
         return self.layout.rows[row].first + self.layout.rows[row].sinks, len(self._rows[row]["key_factors"])
 
-    def _keys(self, row: int, basis: Tensor, index: Tensor, rotary: Rotary | None) -> Tensor:
+    def _keys(
+        self, row: int, basis: Tensor, index: Tensor, rotary: Rotary | None, heads: slice = slice(None)
+    ) -> Tensor:
         """Keys (heads, n, key_dim) of some tokens in factors, turned to their positions."""
-        keys = self.factors(row, "key", index) @ basis
+        keys = self.factors(row, "key", index) @ basis + self.mean(row, "key")[heads]
         rotary = rotary_for(self.layout.turned, rotary)
         if rotary is None or not len(index):
             return keys
@@ -288,6 +311,8 @@ class LowRankStore(Store):
     # ---- attention ----
 
     def attend(self, query: Tensor, rows: Tensor | None, context: AttendContext) -> Part:
+        if rows is None and query.is_cuda and self._fits(query, context):
+            return self._decode(query, context, None, None)
         return attend_rows(query, rows, lambda row, q: self._attend_row(row, q, context))
 
     def _attend_row(self, row: int, query: Tensor, context: AttendContext) -> Part:
@@ -300,15 +325,15 @@ class LowRankStore(Store):
                 output, lse = self._attend_latent(row, part, context)
             else:
                 grouped = part.reshape(self.kv_heads, -1, part.shape[1], dim) * context.scaling
-                output, lse = (x.flatten(0, 1) for x in self._attend_some(row, grouped, context))
+                output, lse = (x.flatten(0, 1) for x in self._attend_some(row, grouped, context, start))
             outputs.append(output)
             lses.append(lse)
         return torch.cat(outputs, 1), torch.cat(lses, 1)
 
-    def _attend_some(self, row: int, query: Tensor, context: AttendContext) -> Part:
+    def _attend_some(self, row: int, query: Tensor, context: AttendContext, name: int) -> Part:
         """Attention of scaled queries (kv_heads, group, n, key_dim) over what they choose, or all."""
         key_basis, value_basis = (self.basis(row, part) for part in PARTS)
-        chosen = self._choose(row, query, context) if self.layout.selected else None
+        chosen = self._choose(row, partial(self._own_choice, row, query), context, name)
         if chosen is None:
             far = self._far(row, query, key_basis, context, slice(None), None)
         else:
@@ -319,7 +344,7 @@ class LowRankStore(Store):
                 for heads, wanted in zip(groups, chosen, strict=True)
             ]
             far = torch.cat([part[0] for part in found]), torch.cat([part[1] for part in found])
-        far = far[0] @ value_basis[:, None], far[1]
+        far = far[0] @ value_basis[:, None] + self.mean(row, "value")[:, None], far[1]
         parts = self._rows[row]
         scores = soft_cap(
             query @ parts["exact_keys"].float()[:, None].transpose(-1, -2), context.softcap
@@ -341,7 +366,7 @@ class LowRankStore(Store):
         """
         found = []
         for index in self._tiles(row, wanted):
-            keys = self._keys(row, basis, index, context.rotary)
+            keys = self._keys(row, basis, index, context.rotary, heads)
             scores = soft_cap(query @ keys[:, None].transpose(-1, -2), context.softcap)
             hidden = self._hidden(row, index, heads)
             if wanted is not None:
@@ -360,26 +385,117 @@ class LowRankStore(Store):
             index = self._tokens_of(wanted.any(0).nonzero().flatten())
         yield from index.split(self.tile) if len(index) else (index,)
 
-    # ---- selection ----
+    # ---- a decode step on a GPU ----
 
-    def _choose(self, row: int, query: Tensor, context: AttendContext) -> Tensor | None:
-        """Chunks that each query (kv_heads, group, n, key_dim) reads: (kv_heads or 1, n, chunks) bool; None for all."""
-        _, count = self.coded(row)
-        if self.layout.selected * self.layout.chunk >= count:
+    def attend_with_tail(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        context: AttendContext,
+        before: Part | None,
+        length: Tensor | None = None,
+    ) -> Part | None:
+        if not query.is_cuda or not dense_decode.fits(query, key, value) or not self._fits(query, context):
             return None
-        if self.layout.choice == "window" and context.rotary is not None:
-            # Layers of a window know each other by the factors that they share.
-            name = ("chunks", self._rows[row]["key_factors"].data_ptr(), row, query.shape[2])
-            return context.rotary.shared(name, lambda: self._own_choice(row, query))
-        return self._own_choice(row, query)
+        return self._decode(query, context, Exact(key, value, length), before)
 
-    def _own_choice(self, row: int, query: Tensor) -> Tensor | None:
+    def _fits(self, query: Tensor, context: AttendContext) -> bool:
+        """Whether the kernels serve: one query a head, heads as they are, nothing cropped."""
+        if context.expand is not None or len(query) != self.rows or lowrank_decode.problem(query.device):
+            return False
+        return all(
+            self.coded(row)[0] + self.coded(row)[1] + one.newest == self.tokens
+            and lowrank_decode.fits(query, *(self._factors(row, name) for name in PARTS))
+            and dense_decode.fits(query, parts["exact_keys"][None], parts["exact_values"][None])
+            for row, (one, parts) in enumerate(zip(self.layout.rows, self._rows, strict=True))
+        )
+
+    def _factors(self, row: int, name: str) -> Factors:
+        parts = self._rows[row]
+        return Factors(
+            parts[f"{name}_factors"],
+            parts.get(f"{name}_norms"),
+            getattr(self.layout.rows[row], name).code,
+            parts[f"{name}_basis"],
+            parts.get(f"{name}_scales"),
+            parts.get(f"{name}_mean"),
+        )
+
+    def _decode(self, query: Tensor, context: AttendContext, tail: Exact | None, before: Part | None) -> Part:
+        """Attention of one query a head over tokens in factors, exact ones, a tail and what came before."""
+        found = []
+        for row, parts in enumerate(self._rows):
+            own = query[row : row + 1]
+            part = lowrank_decode.attend(
+                own,
+                self._factors(row, "key"),
+                self._factors(row, "value"),
+                self._turns(row, context, query.device),
+                self.coded(row)[0],
+                context.scaling,
+                context.softcap,
+                chosen=self._choose(row, partial(self._recommended, row, own, context), context),
+                chunk=max(self.layout.chunk, 1),
+                outliers=parts.get("outliers"),
+            )
+            if before is not None:
+                part = merge([part, (before[0][row : row + 1], before[1][row : row + 1])])
+            exact = Exact(parts["exact_keys"][None], parts["exact_values"][None])
+            after = (
+                None
+                if tail is None
+                else replace(tail, keys=tail.keys[row : row + 1], values=tail.values[row : row + 1])
+            )
+            found.append(dense_decode.attend(own, exact, after, context.scaling, context.softcap, part))
+        return torch.cat([output for output, _ in found]), torch.cat([lse for _, lse in found])
+
+    def _turns(self, row: int, context: AttendContext, device: torch.device) -> Turns | None:
+        rotary, shift = rotary_for(self.layout.turned, context.rotary), self.layout.rows[row].shift
+        return None if rotary is None else turns(rotary, self.key_dim, self.tokens, shift, device)
+
+    def _recommended(self, row: int, query: Tensor, context: AttendContext) -> Tensor | None:
+        """Chunks that one query (1, heads, 1, key_dim) reads, (kv_heads or 1, n) int32."""
         parts = self._rows[row]
         if "landmarks" not in parts:
             return None
-        code = vector_code(self.key_dim)
-        marks = code.decode(parts["landmarks"], parts["landmark_scales"])
-        scores = code.rotate(query) @ marks[:, None].transpose(-1, -2)
+        sets = self.kv_heads if self.layout.choice == "head" else 1
+        return lowrank_decode.choose(
+            query,
+            parts["landmarks"],
+            parts["landmark_scales"],
+            parts["outliers"],
+            context.scaling,
+            self.layout.selected,
+            sets,
+        )
+
+    # ---- selection ----
+
+    def _choose(
+        self, row: int, choose: Callable[[], Tensor | None], context: AttendContext, name: Hashable = None
+    ) -> Tensor | None:
+        """What this layer or the window's first one chose for the queries called `name`; None for all chunks."""
+        _, count = self.coded(row)
+        if not 0 < self.layout.selected * self.layout.chunk < count:
+            return None
+        if self.layout.choice != "window" or context.rotary is None:
+            return choose()
+        # Layers of a window know each other by the factors that they share. What the first one says anew at every step
+        # holds for the others, so that a step that is replayed needs nobody to forget the last.
+        factors = self._rows[row]["key_factors"].data_ptr()
+        chosen: dict[str, Tensor | None] = context.rotary.shared(("chunks", factors, row, name), dict)
+        if "landmarks" in self._rows[row]:
+            chosen["last"] = choose()
+        return chosen.get("last")
+
+    def _own_choice(self, row: int, query: Tensor) -> Tensor | None:
+        """Chunks that each query (kv_heads, group, n, key_dim) reads: (kv_heads or 1, n, chunks) bool."""
+        parts = self._rows[row]
+        if "landmarks" not in parts:
+            return None
+        marks = self.landmarks(row)
+        scores = query @ marks[:, None].transpose(-1, -2)
         outliers = torch.zeros(marks.shape[:2], dtype=torch.bool, device=marks.device)
         outliers.scatter_(1, parts["outliers"].long(), True)
         share = scores.masked_fill(outliers[:, None, None], -torch.inf).softmax(-1).amax(1)
@@ -399,6 +515,8 @@ class LowRankStore(Store):
         parts = self._rows[row]
         key_basis, value_basis = (self.basis(row, part) for part in PARTS)
         unit = torch.eye(self.key_dim, device=query.device)[None]
+        # The mean is one more row of the basis, of which every token has one.
+        value_basis = torch.cat([value_basis, self.mean(row, "value")], 1)
         latents, its_values = context.expand(
             value_basis.new_zeros(1, 1, value_basis.shape[1], self.key_dim), value_basis[None]
         )
@@ -407,7 +525,7 @@ class LowRankStore(Store):
         by_latent, by_rotary = (query @ x[0].float().transpose(1, 2) for x in (latents, turned))
         found = []
         for index in self._tiles(row, None):
-            factors = self.factors(row, "value", index)
+            factors = pad(self.factors(row, "value", index), (0, 1), value=1.0)
             keys = self._keys(row, key_basis, index, context.rotary)
             scores = soft_cap(by_latent @ factors.t() + by_rotary @ keys.transpose(1, 2), context.softcap)
             hidden = self._hidden(row, index, slice(None))
@@ -432,8 +550,9 @@ class LowRankStore(Store):
         parts, one = self._rows[row], self.layout.rows[row]
         _, count = self.coded(row)
         index = torch.arange(count, device=parts["key_factors"].device)
-        keys = self._keys(row, self.basis(row, "key")[head : head + 1], index, rotary)[0]
-        values = self.factors(row, "value") @ self.basis(row, "value")[head]
+        own = slice(head, head + 1)
+        keys = self._keys(row, self.basis(row, "key")[own], index, rotary, own)[0]
+        values = self.factors(row, "value") @ self.basis(row, "value")[head] + self.mean(row, "value")[head]
         near = self._near(row)
         near = (near[head] if len(near) > 1 else near[0]) - one.first
         both = []

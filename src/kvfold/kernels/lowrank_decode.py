@@ -1,0 +1,307 @@
+"""Decode attention over low-rank keys and values: rebuilt a tile at a time, or only where landmarks recommend it, in Triton.
+
+Rows of token factors, all of them in pieces or the chosen chunks only, are decoded once for all heads into a small scratch;
+keys are rebuilt from it tile by tile, turned to their positions by turning the query the other way, and forgotten; values are
+never rebuilt: weights times factors is a short vector, which meets the basis once. Nothing waits for the host, so that a CUDA
+graph can replay it. `stores.lowrank` is the plain twin.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvfold.codecs.codebook import integer_levels
+from kvfold.codecs.rotated import RotatedCode
+from kvfold.kernels.dense_decode import MAX_DIM, problem
+from kvfold.kernels.position_bias import FINE, Turns
+from kvfold.kernels.reference import Part
+from kvfold.kernels.triton_rotated_table import table
+
+__all__ = ["Factors", "attend", "choose", "fits", "problem"]
+
+MAX_HEADS = 64
+"""Most query heads."""
+MAX_CHUNKS = 1 << 14
+"""Most chunks that one block of threads ranks; beyond, `torch.topk` does."""
+PIECE = 1 << 14
+"""Tokens in the scratch at a time."""
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Keys (before RoPE) or values of one layer as factors.
+
+    Attributes
+    ----------
+    factors : (tokens, rank) 16-bit, or (tokens, bytes) uint8
+    norms : (tokens, groups) or None
+    code : RotatedCode or None
+        Of the factors; None where they are 16-bit.
+    basis : (kv_heads, rank, dim) 16-bit, or uint8 codes of as many bytes
+    scales : (kv_heads, rank, 1) or None
+        Of coded basis rows.
+    mean : (kv_heads, dim) or None
+        Added to every token.
+    """
+
+    factors: Tensor
+    norms: Tensor | None
+    code: RotatedCode | None
+    basis: Tensor
+    scales: Tensor | None
+    mean: Tensor | None
+
+    @property
+    def rank(self) -> int:
+        """Components."""
+        return self.basis.shape[1]
+
+    @property
+    def dim(self) -> int:
+        """Channels of a head."""
+        return self.basis.shape[2]
+
+    @property
+    def scratch(self) -> torch.dtype:
+        """Of decoded factors."""
+        return torch.float16 if self.scales is not None else self.basis.dtype
+
+
+def fits(query: Tensor, keys: Factors, values: Factors) -> bool:
+    """Whether shapes and dtypes are such that the kernels serve: one query a head."""
+    return (
+        query.shape[2] == 1
+        and query.shape[3] == keys.dim
+        and query.shape[1] <= MAX_HEADS
+        and max(keys.dim, values.dim) <= MAX_DIM
+        and len(keys.factors) > 0
+        and all(side.code is not None or side.factors.dtype == side.scratch for side in (keys, values))
+    )
+
+
+def choose(
+    query: Tensor,
+    landmarks: Tensor,
+    scales: Tensor,
+    outliers: Tensor,
+    scaling: float,
+    selected: int,
+    sets: int,
+) -> Tensor:
+    """Chunks whose landmarks get the most of some query head's softmax over landmarks.
+
+    Parameters
+    ----------
+    query : (1, heads, 1, key_dim)
+    landmarks : (kv_heads, chunks, key_dim) uint8
+        Mean keys in the code of basis rows.
+    scales : (kv_heads, chunks, 1)
+    outliers : (kv_heads, n)
+        Chunks that a KV head leaves out.
+    scaling : float
+    selected : int
+        At most `chunks`.
+    sets : kv_heads or 1
+        Each KV head chooses, or all together.
+
+    Returns
+    -------
+    (sets, selected) int32, ascending
+    """
+    kernels, (kv_heads, chunks, dim) = _kernels(), landmarks.shape
+    heads, block = query.shape[1], 128
+    blocks = -(-chunks // block)
+    logits = query.new_empty(heads, chunks, dtype=torch.float32)
+    block_lse = query.new_empty(heads, blocks, dtype=torch.float32)
+    kernels.score[(blocks, kv_heads)](
+        query.contiguous(), landmarks, scales, _rotation(dim, query.device), outliers, logits, block_lse, chunks, blocks,
+        outliers.shape[1], scaling * _step(dim), GROUP=heads // kv_heads, ROWS=_rows(heads // kv_heads), DIM=dim,
+        DIM_UP=_power(dim), BLOCK=block, num_warps=4,
+    )  # fmt: skip
+    shares = query.new_empty(sets, chunks, dtype=torch.float32)
+    kernels.share[(blocks, sets)](
+        logits, block_lse, shares, chunks, blocks, HEADS=heads // sets, HEADS_UP=_power(heads // sets),
+        BLOCKS_UP=_power(blocks), BLOCK=block, num_warps=4,
+    )  # fmt: skip
+    if chunks > MAX_CHUNKS:
+        return shares.topk(selected).indices.sort().values.int()
+    chosen = query.new_empty(sets, selected, dtype=torch.int32)
+    kernels.choose[(sets,)](
+        shares, chosen, chunks, selected, CHUNKS_UP=max(128, _power(chunks)), num_warps=16
+    )
+    return chosen
+
+
+def attend(
+    query: Tensor,
+    keys: Factors,
+    values: Factors,
+    turns: Turns | None,
+    start: int,
+    scaling: float,
+    softcap: float | None = None,
+    *,
+    chosen: Tensor | None = None,
+    chunk: int = 1,
+    outliers: Tensor | None = None,
+    piece: int = PIECE,
+) -> Part:
+    """Attention of one query a head over all tokens in factors, or over chosen chunks.
+
+    Parameters
+    ----------
+    query : (1, heads, 1, key_dim)
+    keys, values : Factors
+    turns : Turns or None
+        RoPE's tables; None where keys are as they are.
+    start : int
+        Row of the tables that the first token has.
+    scaling : float
+    softcap : float, optional
+    chosen : (sets, n) int32, optional
+        Chunks that each KV head, or all (one set), read.
+    chunk : int
+        Tokens in one.
+    outliers : (kv_heads, n), optional
+        Chunks that a KV head does not read.
+    piece : int
+        Tokens decoded at a time; a multiple of 128.
+
+    Returns
+    -------
+    (output (1, heads, 1, value_dim), log-sum-exp (1, heads, 1)), float32
+    """
+    kernels, heads, device = _kernels(), query.shape[1], query.device
+    kv_heads, dim = keys.basis.shape[0], keys.dim
+    sets = 1 if chosen is None else len(chosen)
+    tokens = len(keys.factors) if chosen is None else chosen.shape[1] * chunk
+    query = query.contiguous()
+    basis, basis_scale = _key_basis(keys)
+    at = [query] * 5 if turns is None else [turns.partner, *turns[2:6]]
+    banned = 0 if outliers is None else outliers.shape[1]
+    width = min(128, max(16, _power(values.rank)))
+    length, pieces = min(tokens, piece), -(-tokens // piece)
+    programs = (
+        132 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count
+    )
+    splits = max(1, programs // (sets * -(-values.rank // width)))
+    each = max(64, -(-length // splits // 64) * 64)
+    splits = -(-length // each)
+    partial = query.new_empty(heads, pieces * splits, values.rank, dtype=torch.float32)
+    partial_lse = query.new_empty(heads, pieces * splits, dtype=torch.float32)
+    logits = query.new_empty(heads, length, dtype=torch.float32)
+    decoded = _Scratch(keys, values, sets, length, direct=chosen is None)
+    for index in range(pieces):
+        first, count = index * piece, min(piece, tokens - index * piece)
+        key_side, value_side = decoded.fill(first, count, chosen, chunk)
+        kernels.logits[(-(-count // 64), kv_heads)](
+            query, *key_side, basis, basis_scale, query if keys.mean is None else keys.mean, *at,
+            query if chosen is None else chosen, query if outliers is None else outliers, logits,
+            length, count, first, start, 0 if chosen is None else chosen.shape[1], banned, scaling,
+            1.0 if turns is None else turns.scale, softcap or 0.0, RANK=keys.rank, GROUP=heads // kv_heads,
+            ROWS=_rows(heads // kv_heads), DIM=dim, DIM_UP=_power(dim), CHUNK=chunk, SETS=sets, FINE=FINE,
+            GATHERED=chosen is not None, SCALED=keys.code is not None, BASIS_SCALED=keys.scales is not None,
+            MEAN=keys.mean is not None, TURNED=turns is not None, CAPPED=softcap is not None, BLOCK=64, STEP=64,
+            num_warps=8, num_stages=3,
+        )  # fmt: skip
+        kernels.mix[(splits, -(-values.rank // width), sets)](
+            logits, *value_side, partial, partial_lse, length, count, each, pieces * splits, index * splits,
+            RANK=values.rank, HEADS=heads // sets, ROWS=_rows(heads // sets), WIDTH=width, SCALED=values.code is not None,
+            BLOCK=64, num_warps=4, num_stages=3,
+        )  # fmt: skip
+    output = query.new_empty(1, heads, 1, values.dim, dtype=torch.float32)
+    lse = query.new_empty(1, heads, 1, dtype=torch.float32)
+    coded = values.scales is not None
+    kernels.finish[(heads,)](
+        partial, partial_lse, values.basis, values.scales if coded else query, _rotation(values.dim, device) if coded else query,
+        query if values.mean is None else values.mean, output, lse, pieces * splits, _step(values.dim) if coded else 1.0,
+        RANK=values.rank, GROUP=heads // kv_heads, VALUE=values.dim, VALUE_UP=_power(values.dim),
+        SPLITS_UP=_power(pieces * splits), CODED=coded, MEAN=values.mean is not None, BLOCK=32, num_warps=4,
+    )  # fmt: skip
+    return output, lse
+
+
+class _Scratch:
+    """Decoded token factors of one piece: rows of numbers, each beside the factor on it."""
+
+    def __init__(self, keys: Factors, values: Factors, sets: int, length: int, direct: bool):
+        self.sides, self.sets, self.length = (keys, values), sets, length
+        # 16-bit factors that are read in order are read where they lie.
+        self.direct = [direct and side.code is None for side in self.sides]
+        self.rows = [
+            side.factors
+            if as_it_is
+            else side.factors.new_empty(sets, length, -(-side.rank // 16) * 16, dtype=side.scratch)
+            for side, as_it_is in zip(self.sides, self.direct, strict=True)
+        ]
+        self.scales = keys.factors.new_empty(2, sets, length, dtype=torch.float32)
+
+    def fill(
+        self, first: int, count: int, chosen: Tensor | None, chunk: int
+    ) -> tuple[tuple[Tensor, Tensor, int], tuple[Tensor, Tensor, int]]:
+        """For keys and for values: rows, factors on them, and numbers from one row to the next."""
+        kernels, found = _kernels(), []
+        for side, as_it_is, rows, scales in zip(self.sides, self.direct, self.rows, self.scales, strict=True):
+            if as_it_is:
+                found.append((rows[first:], scales, side.rank))
+                continue
+            coded = side.code is not None
+            if side.code is not None and side.norms is not None:
+                facts = table((side.code,), rows.device)
+                channels, levels, planes, norms = facts.channels, facts.levels, facts.planes, side.norms
+            else:
+                channels, levels, planes, norms = rows, rows, 0, rows
+            kernels.unpack[(-(-count // 16), self.sets)](
+                side.factors, norms, channels, levels, rows if chosen is None else chosen, rows, scales, self.length, count,
+                first, side.factors.shape[1], norms.shape[-1], rows.shape[2], 0 if chosen is None else chosen.shape[1],
+                RANK=side.rank, SIZE=channels.shape[-1], PLANES=planes, CHUNK=chunk, GATHERED=chosen is not None,
+                CODED=coded, BLOCK=16, STEP=128, num_warps=4,
+            )  # fmt: skip
+            found.append((rows, scales, rows.shape[2]))
+        return found[0], found[1]
+
+
+def _key_basis(keys: Factors) -> tuple[Tensor, Tensor]:
+    """Basis rows of keys in 16 bits, and each head's factor on them."""
+    if keys.scales is None:
+        return keys.basis, keys.basis
+    kv_heads, rank, dim = keys.basis.shape
+    basis = torch.empty(kv_heads, rank, dim, dtype=torch.float16, device=keys.basis.device)
+    factor = torch.empty(kv_heads, dtype=torch.float32, device=keys.basis.device)
+    _kernels().unpack_basis[(-(-rank // 32), kv_heads)](
+        keys.basis, keys.scales, _rotation(dim, basis.device), basis, factor, rank, _step(dim), DIM=dim, DIM_UP=_power(dim),
+        RANK_UP=_power(rank), BLOCK=32, num_warps=4,
+    )  # fmt: skip
+    return basis, factor
+
+
+@cache
+def _step(dim: int) -> float:
+    """Between the levels of the 8-bit code of vectors, which are (code - 127.5) times it."""
+    return float(integer_levels(8, dim)[-1]) / 127.5
+
+
+def _rotation(dim: int, device: torch.device) -> Tensor:
+    """The rotation of that code, (dim, dim) float32."""
+    ((rotation, _),) = RotatedCode(((8, dim),)).tables(device)
+    return rotation
+
+
+def _rows(n: int) -> int:
+    return max(16, _power(n))
+
+
+def _power(n: int) -> int:
+    return max(16, 1 << max(n - 1, 0).bit_length())
+
+
+@cache
+def _kernels() -> Any:
+    from kvfold.kernels import lowrank_decode_triton
+
+    return lowrank_decode_triton

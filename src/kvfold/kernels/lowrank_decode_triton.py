@@ -1,0 +1,404 @@
+"""The Triton kernels of `lowrank_decode`."""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvfold.kernels.triton_rotated_table import GROUP as GROUP_ROW
+from kvfold.kernels.triton_rotated_table import LEVELS, PLANE
+
+_GROUP, _LEVELS, _PLANE = map(tl.constexpr, (GROUP_ROW, LEVELS, PLANE))
+
+
+@triton.jit
+def _power_above(x):
+    """The power of two at or above: dividing by it costs no bit."""
+    return tl.exp2(tl.ceil(tl.log2(tl.maximum(x, 1e-30))))
+
+
+# ---- choosing chunks ----
+
+
+@triton.jit
+def score(
+    query, landmarks, scales, rotation, outliers, logits, block_lse, chunks, blocks, banned, scaling,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_UP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Logits of one KV head's queries on a block of landmarks, and their log-sum-exp."""
+    block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    rows, dims, columns = tl.arange(0, ROWS), tl.arange(0, DIM_UP), tl.arange(0, DIM_UP)
+    q = tl.load(
+        query + (head * GROUP + rows[:, None]) * DIM + dims[None, :],
+        mask=(rows[:, None] < GROUP) & (dims[None, :] < DIM),
+        other=0.0,
+    ).to(tl.float32)
+    largest = _power_above(tl.max(tl.abs(q), 1))
+    turn = tl.load(
+        rotation + columns[None, :] * DIM + dims[:, None],
+        mask=(columns[None, :] < DIM) & (dims[:, None] < DIM),
+        other=0.0,
+    )
+    q = tl.dot((q / largest[:, None]).to(tl.float16), turn.to(tl.float16)).to(tl.float16)
+    index = block * BLOCK + tl.arange(0, BLOCK)
+    there = index < chunks
+    line = head * chunks + index
+    codes = tl.load(
+        landmarks + line[None, :] * DIM + dims[:, None],
+        mask=there[None, :] & (dims[:, None] < DIM),
+        other=0,
+    )
+    found = tl.dot(q, codes.to(tl.float16) - 127.5)
+    scale = tl.load(scales + line, mask=there, other=0.0).to(tl.float32)
+    found = found * (largest[:, None] * scaling) * scale[None, :]
+    for one in range(banned):
+        there = there & (index != tl.load(outliers + head * banned + one).to(tl.int32))
+    found = tl.where(there[None, :], found, float("-inf"))
+    top = tl.max(found, 1)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(tl.exp(found - safe[:, None]), 1)
+    lse = tl.where(total == 0.0, float("-inf"), safe + tl.log(tl.where(total == 0.0, 1.0, total)))
+    place = head * GROUP + rows
+    tl.store(block_lse + place * blocks + block, lse, mask=rows < GROUP)
+    tl.store(
+        logits + place[:, None] * chunks + index[None, :],
+        found,
+        mask=(rows[:, None] < GROUP) & (index < chunks)[None, :],
+    )
+
+
+@triton.jit
+def share(
+    logits, block_lse, shares, chunks, blocks,
+    HEADS: tl.constexpr, HEADS_UP: tl.constexpr, BLOCKS_UP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Logarithm of the largest softmax share that a query head of the set gives each chunk of a block."""
+    block, own = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    head, part = tl.arange(0, HEADS_UP), tl.arange(0, BLOCKS_UP)
+    line = own * HEADS + head
+    lse = tl.load(
+        block_lse + line[:, None] * blocks + part[None, :],
+        mask=(head[:, None] < HEADS) & (part[None, :] < blocks),
+        other=float("-inf"),
+    )
+    top = tl.max(lse, 1)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    total = safe + tl.log(tl.maximum(tl.sum(tl.exp(lse - safe[:, None]), 1), 1e-30))
+    index = block * BLOCK + tl.arange(0, BLOCK)
+    found = tl.load(
+        logits + line[:, None] * chunks + index[None, :],
+        mask=(head[:, None] < HEADS) & (index < chunks)[None, :],
+        other=float("-inf"),
+    )
+    tl.store(shares + own * chunks + index, tl.max(found - total[:, None], 0), mask=index < chunks)
+
+
+@triton.jit
+def choose(shares, chosen, chunks, selected, CHUNKS_UP: tl.constexpr):
+    """The `selected` largest of a set's shares, in order of their index."""
+    own, index = tl.program_id(0).to(tl.int64), tl.arange(0, CHUNKS_UP)
+    x = tl.load(shares + own * chunks + index, mask=index < chunks, other=0.0)
+    bits = x.to(tl.int32, bitcast=True)
+    # In the order of unsigned numbers; padding below all.
+    order = tl.where(bits < 0, ~bits, bits ^ -2147483648).to(tl.uint32, bitcast=True)
+    order = tl.where(index < chunks, order, 0).to(tl.uint32)
+    least = tl.full([], 0, tl.uint32)
+    for bit in tl.static_range(32):
+        higher = least | (1 << (31 - bit))
+        least = tl.where(tl.sum((order >= higher).to(tl.int32), 0) >= selected, higher, least).to(tl.uint32)
+    above, equal = (order > least).to(tl.int32), (order == least).to(tl.int32)
+    left = selected - tl.sum(above, 0)
+    take = (above != 0) | ((equal != 0) & (tl.cumsum(equal, 0) <= left))
+    place = tl.cumsum(take.to(tl.int32), 0) - 1
+    tl.store(chosen + own * selected + place, index, mask=take)
+
+
+# ---- scratch ----
+
+
+@triton.jit
+def _token(chosen, own, row, first, selected, CHUNK: tl.constexpr, GATHERED: tl.constexpr):
+    """Tokens that rows of a piece are of."""
+    token = first + row
+    if GATHERED:
+        token = tl.load(chosen + own * selected + token // CHUNK) * CHUNK + token % CHUNK
+    return token
+
+
+@triton.jit
+def unpack(
+    factors, norms, facts, levels, chosen, rows, scales, length, count, first, nbytes, groups, stride, selected,
+    RANK: tl.constexpr, SIZE: tl.constexpr, PLANES: tl.constexpr, CHUNK: tl.constexpr, GATHERED: tl.constexpr,
+    CODED: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Decode some tokens' factors, each divided by its largest norm; padding of a row is zero."""
+    own, row = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    line = own * length + row
+    # Rows beyond the last are safe to read.
+    token = _token(chosen, own, tl.minimum(row, count - 1), first, selected, CHUNK, GATHERED).to(tl.int64)
+    most = tl.full([BLOCK], 0.0, tl.float32)
+    if CODED:
+        for one in range(groups):
+            most = tl.maximum(most, tl.load(norms + token * groups + one).to(tl.float32))
+        most = tl.maximum(most, 1e-30)
+        tl.store(scales + line, most, mask=row < count)
+    for begin in range(0, stride, STEP):
+        channel = begin + tl.arange(0, STEP)
+        real = channel < RANK
+        if CODED:
+            code = tl.load(facts + _LEVELS * SIZE + channel, mask=real, other=0)[None, :] + tl.zeros(
+                [BLOCK, 1], tl.int32
+            )
+            for index in tl.static_range(4):
+                if PLANES >> index & 1:
+                    place = tl.load(facts + (_PLANE + index) * SIZE + channel, mask=real, other=240)
+                    byte = tl.load(factors + token[:, None] * nbytes + (place >> 8)[None, :]).to(tl.int32)
+                    code += (byte >> (place >> 4 & 15)[None, :] & ((1 << (1 << index)) - 1)) << (place & 15)[
+                        None, :
+                    ]
+            group = tl.load(facts + _GROUP * SIZE + channel, mask=real, other=0)
+            norm = tl.load(norms + token[:, None] * groups + group[None, :]).to(tl.float32)
+            x = tl.load(levels + code) * (norm / most[:, None])
+            x = tl.where(real[None, :], x, 0.0)
+        else:
+            x = tl.load(
+                factors + token[:, None] * RANK + channel[None, :],
+                mask=real[None, :] & (row < count)[:, None],
+                other=0.0,
+            )
+        tl.store(
+            rows + line[:, None] * stride + channel[None, :],
+            x.to(rows.dtype.element_ty),
+            mask=(row < count)[:, None] & (channel < stride)[None, :],
+        )
+
+
+@triton.jit
+def unpack_basis(
+    codes, scales, rotation, basis, factor, rank, step,
+    DIM: tl.constexpr, DIM_UP: tl.constexpr, RANK_UP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Decode some rows of one head's basis, divided by the largest of their norms."""
+    block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    every, dims, inner = tl.arange(0, RANK_UP), tl.arange(0, DIM_UP), tl.arange(0, DIM_UP)
+    norms = tl.load(scales + head * rank + every, mask=every < rank, other=0.0).to(tl.float32)
+    most = tl.maximum(tl.max(norms, 0), 1e-30)
+    row = block * BLOCK + tl.arange(0, BLOCK)
+    inside = (row < rank)[:, None] & (inner < DIM)[None, :]
+    code = tl.load(codes + (head * rank + row[:, None]) * DIM + inner[None, :], mask=inside, other=0)
+    norm = tl.load(scales + head * rank + row, mask=row < rank, other=0.0).to(tl.float32)
+    x = (code.to(tl.float32) - 127.5) * (norm / most)[:, None] * 0.0078125
+    x = tl.where(inside, x, 0.0).to(tl.float16)
+    turn = tl.load(
+        rotation + inner[:, None] * DIM + dims[None, :],
+        mask=(inner[:, None] < DIM) & (dims[None, :] < DIM),
+        other=0.0,
+    )
+    tl.store(
+        basis + (head * rank + row[:, None]) * DIM + dims[None, :],
+        tl.dot(x, turn.to(tl.float16)).to(tl.float16),
+        mask=(row < rank)[:, None] & (dims < DIM)[None, :],
+    )
+    if block == 0:
+        tl.store(factor + head, most * step * 128.0)
+
+
+# ---- attention ----
+
+
+@triton.jit
+def _halves(x):
+    """float16 numbers and what they leave out."""
+    high = x.to(tl.float16)
+    return high, (x - high.to(tl.float32)).to(tl.float16)
+
+
+@triton.jit
+def logits(
+    query, rows, scales, stride, basis, basis_scale, mean, partner, coarse_cos, coarse_sin, fine_cos, fine_sin,
+    chosen, outliers, out, length, count, first, start, selected, banned, scaling, turn_scale, softcap,
+    RANK: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_UP: tl.constexpr,
+    CHUNK: tl.constexpr, SETS: tl.constexpr, FINE: tl.constexpr, GATHERED: tl.constexpr, SCALED: tl.constexpr,
+    BASIS_SCALED: tl.constexpr, MEAN: tl.constexpr, TURNED: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+):  # fmt: skip
+    """Rebuild one KV head's keys of a tile of tokens; its queries' logits on them."""
+    head, row = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    own = head
+    if SETS == 1:
+        own = head * 0
+    dims, components, m = tl.arange(0, DIM_UP), tl.arange(0, STEP), tl.arange(0, ROWS)
+    line = own * length + row
+    inside, wide = row < count, dims < DIM
+    keys = tl.zeros([BLOCK, DIM_UP], tl.float32)
+    for begin in range(0, RANK, STEP):
+        component = begin + components
+        a = tl.load(
+            rows + line[:, None] * stride + component[None, :],
+            mask=inside[:, None] & (component < RANK)[None, :],
+            other=0.0,
+        )
+        b = tl.load(
+            basis + (head * RANK + component[:, None]) * DIM + dims[None, :],
+            mask=(component < RANK)[:, None] & wide[None, :],
+            other=0.0,
+        )
+        keys = tl.dot(a, b, keys)
+    if BASIS_SCALED:
+        keys *= tl.load(basis_scale + head)
+    if SCALED:
+        keys *= tl.load(scales + line, mask=inside, other=0.0)[:, None]
+    if MEAN:
+        keys += tl.load(mean + head * DIM + dims, mask=wide, other=0.0).to(tl.float32)[None, :]
+    token = _token(chosen, own, tl.minimum(row, count - 1), first, selected, CHUNK, GATHERED)
+    queries = query + (head * GROUP + m[None, :]) * DIM
+    there = wide[:, None] & (m < GROUP)[None, :]
+    q = tl.load(queries + dims[:, None], mask=there, other=0.0).to(tl.float32)
+    largest = _power_above(tl.max(tl.abs(q), 0))
+    q = (q / largest[None, :]).to(tl.float16)
+    top = _power_above(tl.max(tl.abs(keys), 1))
+    keys = keys / top[:, None]
+    if TURNED:
+        # A key turned forth meets a query as it does a query turned back, whose planes are two products with the key.
+        other = tl.load(partner + dims, mask=wide, other=0)
+        crossed = tl.load(queries + other[:, None], mask=there, other=0.0).to(tl.float32)
+        crossed = (crossed / largest[None, :]).to(tl.float16)
+        position = token + start
+        far = (position // FINE)[:, None] * DIM + dims[None, :]
+        near = (position % FINE)[:, None] * DIM + dims[None, :]
+        far_cos = tl.load(coarse_cos + far, mask=wide[None, :], other=0.0)
+        far_sin = tl.load(coarse_sin + far, mask=wide[None, :], other=0.0)
+        near_cos = tl.load(fine_cos + near, mask=wide[None, :], other=0.0)
+        near_sin = tl.load(fine_sin + near, mask=wide[None, :], other=0.0)
+        high, low = _halves(keys * (far_cos * near_cos - far_sin * near_sin))
+        found = tl.dot(low, q, tl.dot(high, q))
+        high, low = _halves(keys * (far_sin * near_cos + far_cos * near_sin))
+        found -= tl.dot(low, crossed, tl.dot(high, crossed))
+        found *= turn_scale
+    else:
+        high, low = _halves(keys)
+        found = tl.dot(low, q, tl.dot(high, q))
+    found *= top[:, None] * (largest * scaling)[None, :]
+    if CAPPED:
+        # tanh by the logistic function, which every Triton has
+        found = (2.0 * tl.sigmoid(2.0 * found / softcap) - 1.0) * softcap
+    shown = inside
+    for one in range(banned):
+        shown = shown & (token // CHUNK != tl.load(outliers + head * banned + one).to(tl.int32))
+    found = tl.where(shown[:, None], found, float("-inf"))
+    tl.store(
+        out + (head * GROUP + m[None, :]) * length + row[:, None],
+        found,
+        mask=inside[:, None] & (m < GROUP)[None, :],
+    )
+
+
+@triton.jit
+def mix(
+    logits, rows, scales, stride, partial, partial_lse, length, count, each, splits, first_split,
+    RANK: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, SCALED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Softmax over one split of a piece, and its mixture of value factors."""
+    split, part, own = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    m, component, block = (
+        tl.arange(0, ROWS),
+        part * WIDTH + tl.arange(0, WIDTH),
+        tl.arange(0, BLOCK),
+    )
+    line = own * HEADS + m
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    mixed = tl.zeros([ROWS, WIDTH], tl.float32)
+    for begin in range(split * each, tl.minimum((split + 1) * each, count), BLOCK):
+        row = begin + block
+        inside = row < count
+        found = tl.load(
+            logits + line[:, None] * length + row[None, :],
+            mask=(m < HEADS)[:, None] & inside[None, :],
+            other=float("-inf"),
+        )
+        top = tl.maximum(peak, tl.max(found, 1))
+        safe = tl.where(top == float("-inf"), 0.0, top)
+        weights = tl.exp(found - safe[:, None])
+        shrink = tl.exp(peak - safe)
+        total = total * shrink + tl.sum(weights, 1)
+        peak = top
+        states = tl.load(
+            rows + (own * length + row[:, None]) * stride + component[None, :],
+            mask=inside[:, None] & (component < RANK)[None, :],
+            other=0.0,
+        )
+        mixed *= shrink[:, None]
+        if SCALED:
+            scale = tl.load(scales + own * length + row, mask=inside, other=0.0)
+            most = tl.maximum(tl.max(scale, 0), 1e-30)
+            mixed += tl.dot((weights * (scale / most)[None, :]).to(states.dtype), states) * most
+        else:
+            mixed = tl.dot(weights.to(states.dtype), states, mixed)
+    empty = total == 0.0
+    mixed = mixed / tl.where(empty, 1.0, total)[:, None]
+    lse = tl.where(empty, float("-inf"), peak + tl.log(tl.where(empty, 1.0, total)))
+    place = line * splits + first_split + split
+    tl.store(
+        partial + place[:, None] * RANK + component[None, :],
+        mixed,
+        mask=(m < HEADS)[:, None] & (component < RANK)[None, :],
+    )
+    if part == 0:
+        tl.store(partial_lse + place, lse, mask=m < HEADS)
+
+
+@triton.jit
+def finish(
+    partial, partial_lse, basis, scales, rotation, mean, output, lse, splits, step,
+    RANK: tl.constexpr, GROUP: tl.constexpr, VALUE: tl.constexpr, VALUE_UP: tl.constexpr, SPLITS_UP: tl.constexpr,
+    CODED: tl.constexpr, MEAN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Merge one head's splits by their log-sum-exp and take the mixture to its basis."""
+    head = tl.program_id(0).to(tl.int64)
+    kv_head = head // GROUP
+    split, dims, block = tl.arange(0, SPLITS_UP), tl.arange(0, VALUE_UP), tl.arange(0, BLOCK)
+    wide = dims < VALUE
+    logs = tl.load(partial_lse + head * splits + split, mask=split < splits, other=float("-inf"))
+    top = tl.max(logs, 0)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    weights = tl.exp(logs - safe)
+    total = tl.sum(weights, 0)
+    known = tl.where(total == 0.0, 1.0, total)
+    weights = weights / known
+    found = tl.zeros([VALUE_UP], tl.float32)
+    for begin in range(0, RANK, BLOCK):
+        component = begin + block
+        states = tl.load(
+            partial + (head * splits + split[:, None]) * RANK + component[None, :],
+            mask=(split < splits)[:, None] & (component < RANK)[None, :],
+            other=0.0,
+        )
+        mixed = tl.sum(states * weights[:, None], 0)
+        line = kv_head * RANK + component
+        inside = (component < RANK)[:, None] & wide[None, :]
+        if CODED:
+            code = tl.load(basis + line[:, None] * VALUE + dims[None, :], mask=inside, other=0)
+            mixed *= tl.load(scales + line, mask=component < RANK, other=0.0).to(tl.float32) * step
+            rows = tl.where(inside, code.to(tl.float32) - 127.5, 0.0)
+        else:
+            rows = tl.load(basis + line[:, None] * VALUE + dims[None, :], mask=inside, other=0.0).to(
+                tl.float32
+            )
+        found += tl.sum(mixed[:, None] * rows, 0)
+    if CODED:
+        inner = tl.arange(0, VALUE_UP)
+        turn = tl.load(
+            rotation + inner[:, None] * VALUE + dims[None, :],
+            mask=(inner < VALUE)[:, None] & wide[None, :],
+            other=0.0,
+        )
+        found = tl.sum(turn * found[:, None], 0)
+    if MEAN:
+        found += tl.load(mean + kv_head * VALUE + dims, mask=wide, other=0.0).to(tl.float32)
+    found = tl.where(total == 0.0, 0.0, found)
+    tl.store(output + head * VALUE + dims, found, mask=wide)
+    tl.store(lse + head, tl.where(total == 0.0, float("-inf"), safe + tl.log(known)))
