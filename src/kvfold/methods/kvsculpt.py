@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvfold.allocate.pilot import damped_counts
 from kvfold.errors import UnsupportedModelError
-from kvfold.kernels.reference import Part
+from kvfold.kernels.reference import Part, merge, soft_cap, softmax_part
 from kvfold.methods.base import LayerView
 from kvfold.methods.baselines.select_fit import SelectFit
 from kvfold.methods.distil import Batch, Questions
@@ -52,8 +52,9 @@ class KVSculpt(SelectFit):
     horizon : int
         Positions after the prompt that they are turned to.
     chunk : int, optional
-        Tokens of a piece of the prompt that is distilled by itself, about: so that what is held does not grow with the
-        prompt. Its queries are those of the whole prompt, and see the rest of it as it was. None: all in one.
+        Tokens of a piece of the prompt that is distilled by itself, about, so that what is held does not grow with the
+        prompt. Its queries are those of the whole prompt; they see the pieces before it as they were distilled and
+        those after it as they are. None: all in one.
     steps : int
         Iterations on the keys. 0 leaves them as they were: Select+Fit with these queries.
     every : int
@@ -203,26 +204,28 @@ class KVSculpt(SelectFit):
     ) -> list[Distilled]:
         """Every piece to its count: those of about a size together, as many as memory allows.
 
-        Pieces of long prompts go layer by layer, so that exact attention is held for the heads of one layer only.
+        Pieces of a head go one after the other, layer by layer: each sees those before it as they were distilled, and
+        makes up for their errors.
         """
-        order = sorted(
-            range(len(pieces)), key=lambda i: (pieces[i].head.view.layer_idx if self.chunk else 0, -counts[i])
-        )
+
+        def turn(piece: Piece) -> tuple[str, int, int]:
+            view = piece.head.view
+            return (str(view.keys.device), *((view.layer_idx, piece.number) if self.chunk else (0, 0)))
+
+        order = sorted(range(len(pieces)), key=lambda i: (turn(pieces[i]), -counts[i]))
         views = {id(piece.head.view): piece.head.view for piece in pieces}.values()
-        exact = lru_cache(max((len(view.real_tokens) * view.keys.shape[1] for view in views), default=1))(
-            self._exact
-        )
+        heads = max((len(view.real_tokens) * view.keys.shape[1] for view in views), default=1)
+        standing = lru_cache(heads)(self._standing)
         results: dict[int, Distilled] = {}
         sizes = [pieces[i].bytes(counts[i]) for i in order]
-        for part in _slices([counts[i] for i in order], sizes, self._room(pieces)):
-            index = order[part]
-            name = f"{'main' if last else 'pilot'}-{pieces[index[0]].head.view.layer_idx}-{part.start}"
-            done = _unpacked(
-                meter.work.kept(name), [counts[i] for i in index], pieces[index[0]].head.view.keys.device
-            )
+        turns = [turn(pieces[i]) for i in order]
+        for part in _slices([counts[i] for i in order], sizes, turns, self._room(pieces)):
+            index, view = order[part], pieces[order[part.start]].head.view
+            name = f"{'main' if last else 'pilot'}-{view.layer_idx}-{part.start}"
+            done = _unpacked(meter.work.kept(name), [counts[i] for i in index], view.keys.device)
             if done is None:
                 problems = [
-                    Problem.of(pieces[i], counts[i], *exact(pieces[i].head), start[i] if start else None)
+                    Problem.of(pieces[i], counts[i], standing(pieces[i].head), start[i] if start else None)
                     for i in index
                 ]
                 done = self._solve(problems, meter, last)
@@ -230,6 +233,9 @@ class KVSculpt(SelectFit):
             else:
                 steps = self.steps if last else self.pilot_steps
                 meter.add(sum(_effort(counts[i], steps) for i in index))
+            if last and self.chunk:
+                for i, distilled in zip(index, done, strict=True):
+                    standing(pieces[i].head).take(pieces[i], distilled)
             results.update(zip(index, done, strict=True))
         return [results[i] for i in range(len(pieces))]
 
@@ -238,10 +244,11 @@ class KVSculpt(SelectFit):
         on_cpu = bool(pieces) and pieces[0].head.view.keys.device.type == "cpu"
         return SLICE_BYTES[on_cpu]
 
-    def _exact(self, head: Head) -> tuple[Training, Part]:
+    def _standing(self, head: Head) -> Standing:
         """Training queries of a head, and their attention over the whole prompt."""
         asked = training(head.view, head.row, head.head, self.queries, self.window, self.horizon)
-        return asked, asked.attend()
+        whole = asked.attend()
+        return Standing(asked, whole, whole)
 
     def _solve(self, problems: Sequence[Problem], meter: _Meter, last: bool) -> list[Distilled]:
         """Move keys and solve for values in turn, all pieces at once; a pilot only wants to know how well that went."""
@@ -345,7 +352,7 @@ class Head:
         shares = [self.free * i // number for i in range(number + 1)] if number else []
         cuts = [self.others.start + tokens * share // self.free for share in shares]
         return [
-            Piece(self, slice(*cuts[i : i + 2]), shares[i + 1] - shares[i]) for i in range(len(shares) - 1)
+            Piece(self, i, slice(*cuts[i : i + 2]), shares[i + 1] - shares[i]) for i in range(len(shares) - 1)
         ]
 
     def kept(self, parts: Sequence[Distilled]) -> Kept:
@@ -367,6 +374,7 @@ class Piece:
     """Neighbouring tokens of a head that are distilled together, and how many they become if all get the same."""
 
     head: Head
+    number: int
     tokens: slice
     uniform: int
 
@@ -389,11 +397,27 @@ class Piece:
         return 4 * (queries * (key_dim + 2 * value_dim) + 30 * count * key_dim)
 
 
+@dataclass
+class Standing:
+    """Training queries of a head, their exact attention, and that with what is distilled of it so far."""
+
+    asked: Training
+    whole: Part
+    now: Part
+
+    def take(self, piece: Piece, distilled: Distilled) -> None:
+        """A piece is distilled."""
+        _, rest = self.asked.apart(self.now, piece.tokens)
+        scores = self.asked.queries @ distilled.keys.float().t() * self.asked.scaling
+        new = softmax_part(soft_cap(scores, self.asked.softcap), distilled.values.float())
+        self.now = merge([rest, new])
+
+
 @dataclass(frozen=True)
 class Problem:
     """A piece, the tokens chosen to start from, their keys and values, the first keys, and what is asked.
 
-    The rest of the prompt is there as it was, so that an error is one of the whole output.
+    The rest of the prompt is there, too, so that an error is one of the whole output.
     """
 
     piece: Piece
@@ -404,14 +428,15 @@ class Problem:
     asked: Questions
 
     @classmethod
-    def of(cls, piece: Piece, count: int, full: Training, whole: Part, pilot: Distilled | None) -> Problem:
-        """From the training queries of its head and their attention over the whole prompt."""
-        weights, rest = full.apart(whole, piece.tokens)
+    def of(cls, piece: Piece, count: int, standing: Standing, pilot: Distilled | None) -> Problem:
+        """From what is asked of its head, and what of that is distilled already."""
+        full = standing.asked
+        weights, rest = full.apart(standing.now, piece.tokens)
         # Squared errors count, so squared attention does.
         chosen = weights.square_().sum(0).topk(count).indices.sort().values + piece.tokens.start
         keys, values = full.keys[chosen], full.values[chosen]
         start = keys if pilot is None else pilot.moved(chosen, keys)
-        return cls(piece, chosen, keys, values, start, Questions.of(full, whole, rest))
+        return cls(piece, chosen, keys, values, start, Questions.of(full, standing.whole, rest))
 
 
 @dataclass(frozen=True)
@@ -469,11 +494,13 @@ def _unpacked(
     return [Distilled(*each) for each in zip(*columns, packed["error"].to(device), strict=True)]
 
 
-def _slices(counts: Sequence[int], sizes: Sequence[int], room: int) -> Iterator[slice]:
-    """Runs of counts that memory allows together, and that do not pad each other by more than a quarter."""
+def _slices(
+    counts: Sequence[int], sizes: Sequence[int], turns: Sequence[object], room: int
+) -> Iterator[slice]:
+    """Runs of one turn that memory allows together, and whose counts do not pad each other by more than a quarter."""
     start = used = 0
     for i, (count, size) in enumerate(zip(counts, sizes, strict=True)):
-        alike = 0.75 * counts[start] <= count <= counts[start]
+        alike = turns[i] == turns[start] and count >= 0.75 * counts[start]
         if i > start and (used + size > room or not alike):
             yield slice(start, i)
             start, used = i, 0
