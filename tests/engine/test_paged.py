@@ -73,6 +73,19 @@ def test_same_tokens_and_same_evictions(name, options, gates_file):  # noqa: F81
     assert torch.equal(*ends)
 
 
+def test_a_prompt_too_short_to_evict_from(gates_file):  # noqa: F811
+    """Its first tokens are read step by step, then more is given to it until its budget is full."""
+    model, ids = tiny_model("llama"), prompt(7)
+    method = DBTrimKV(tokens=25, gates=gates_file(model), buffer=6)
+    reference = FoldedCache(method, prompt_tokens=7)
+    reference.watch(model)
+    tokens = model.generate(ids, **{CACHE_KEYWORD: reference}, do_sample=False, max_new_tokens=50)
+    decoding, sizes = run(model, ids, method, max_new_tokens=50)
+    assert torch.equal(decoding.sequences, tokens)
+    assert decoding.cache.report == reference.report and decoding.cache.ledger() == reference.ledger()
+    assert sizes[0] < sizes[-1]
+
+
 def test_what_is_kept_by_a_slow_account(gates_file):  # noqa: F811
     model, ids = tiny_model("llama"), prompt(60, 2)
     path = gates_file(model)
