@@ -81,7 +81,7 @@ class RetainedStore(WeightedStore):
         return WeightedStore.token_bytes(key_dim, value_dim, tokens, bias=False) + torch.float32.itemsize
 
     def attend(self, query: Tensor, rows: Tensor | None, context: AttendContext) -> Part:
-        if query.device.type == "cpu":
+        if query.device.type == "cpu" or (rows is None and self._fused(query, context)):
             return super().attend(query, rows, context)
         return self.attend_padded(query, rows, context)
 
