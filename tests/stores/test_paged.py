@@ -113,19 +113,22 @@ def test_whatever_happens_to_tokens(seed):
             seen += 1
             pages.read()
         assert contents(pages) == expected(lists)
-        entries = pages.entries()
-        found = entries.alive.nonzero()[:, 0].tolist()
-        assert len(found) == sum(map(len, lists.slots)) and entries.lot.tokens == seen
         # Some slots win all and others lose all: what is kept is drawn with a chance of its own for each slot.
         chance = torch.rand(SLOTS, generator=draw).round(decimals=1) * 1.3
-        kept = [i for i in found if float(torch.rand(1, generator=draw)) < float(chance[entries.slots[i]])]
-        kept = kept[:bound]
-        names = {(int(entries.slots[i]), int(entries.positions[i])) for i in kept}
-        chosen = torch.zeros_like(entries.alive)
-        chosen[kept] = True
-        pages.keep(chosen)
-        for slot, tokens in enumerate(lists.slots):
-            lists.slots[slot] = [token for token in tokens if (slot, token[0]) in names]
+
+        def choose(entries, chance=chance, seen=seen):
+            found = entries.alive.nonzero()[:, 0].tolist()
+            assert len(found) == sum(map(len, lists.slots)) and entries.lot.tokens == seen
+            slots, positions = entries.slots.tolist(), entries.positions.tolist()
+            kept = [i for i in found if float(torch.rand(1, generator=draw)) < float(chance[slots[i]])]
+            names = {(slots[i], positions[i]) for i in kept[:bound]}
+            for slot, tokens in enumerate(lists.slots):
+                lists.slots[slot] = [token for token in tokens if (slot, token[0]) in names]
+            chosen = torch.zeros_like(entries.alive)
+            chosen[kept[:bound]] = True
+            return chosen
+
+        pages.evict(choose)
         assert contents(pages) == expected(lists)
     assert [x.data_ptr() for x in pages.tensors()] == addresses
     assert sum(map(tensor_bytes, pages.tensors())) == size
@@ -171,3 +174,16 @@ def test_a_store_in_pages_attends_as_the_store():
     for number, store in enumerate(stores):
         one, two = store.attend(query, None, context), pages.attend(number, query, context)
         assert torch.allclose(one[0], two[0], atol=1e-5) and torch.allclose(one[1], two[1], atol=1e-5)
+
+
+def test_more_than_the_pool_holds():
+    lists = Lists(0)
+    tail = Tokens(*lists.token(40)[0])
+    pages = Pages(lists.stores(40, [5] * SLOTS), [tail] * LAYERS, 5 * SLOTS + 1, 3)
+    pages.evict(lambda entries: entries.alive & (entries.positions > 30))
+    with pytest.raises(ValueError, match="room for"):
+        for _ in range(3):
+            for layer in range(LAYERS):
+                pages.append(layer, tail.keys, tail.values, tail.log_beta, torch.zeros(1), 41)
+            pages.read()
+            pages.evict(lambda entries: entries.alive)

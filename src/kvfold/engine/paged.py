@@ -15,7 +15,7 @@ from kvfold.hf import FoldedCache, bridge, inputs
 from kvfold.hf.call import expand_of
 from kvfold.hf.layer import FoldedLayer, Segment
 from kvfold.stores.paged import Pages, Tokens
-from kvfold.stores.retained import Lot, RetainedStore
+from kvfold.stores.retained import Entries, Lot, RetainedStore
 
 
 def obstacle(cache: FoldedCache) -> str | None:
@@ -106,15 +106,18 @@ class Paging:
         pages.read()
         if not method.block or pages.newer < method.block:
             return
-        entries, new = pages.entries(), pages.newer
+        new = pages.newer
+        pages.evict(self._choose)
+        self._evicted = True
+        first = self.source.folded_layers[0].layer_idx
+        self.source.note(first, pages.folded, new, folded=True, generated=True)
+
+    def _choose(self, entries: Entries) -> Tensor:
         if not bool(torch.isfinite(entries.log_beta).all()):
             raise NonFiniteError(
                 "the gates of kept tokens hold NaN or Inf; the model overflowed (try bfloat16 or float32)"
             )
-        pages.keep(method.choose(entries))
-        self._evicted = True
-        first = self.source.folded_layers[0].layer_idx
-        self.source.note(first, pages.folded, new, folded=True, generated=True)
+        return self.method.choose(entries)
 
     def give_back(self) -> None:
         """Give the source what is kept, and the tokens read since the last eviction."""

@@ -9,7 +9,7 @@ slot's last tokens, and moves nothing else.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -73,9 +73,9 @@ class Pages:
         self.real_tokens = tuple(count + self.newer for count in first.real_tokens)
         slots = len(stores) * rows * heads
         held = torch.cat([store.buffers["counts"].flatten().to(device) for store in stores])
-        tokens = max(tokens, int(held.sum()))
+        self._most = max(tokens, int(held.sum()))
         # Of each slot, all pages but the last are full.
-        count = (tokens + slots * (ahead + PAGE - 1)) // PAGE
+        count = (self._most + slots * (ahead + PAGE - 1)) // PAGE
         self._keys = tail.keys.new_zeros(count * PAGE, first.key_dim)
         self._values = tail.keys.new_zeros(count * PAGE, first.value_dim)
         self._positions = torch.zeros(count * PAGE, dtype=torch.int32, device=device)
@@ -83,7 +83,7 @@ class Pages:
         self._table = torch.arange(count, dtype=torch.int32, device=device)
         self._starts = torch.zeros(slots + 1, dtype=torch.int32, device=device)
         self._kept, self._counts = held, held.clone()
-        span = max(4, min(32, count // len(stores) // _processors(device)))
+        span = max(2, min(32, count // len(stores) // _processors(device)))
         span = 1 << int(math.log2(span))
         self._pieces = torch.zeros_like(self._starts)
         self._piece_slots = torch.zeros(count // span + slots, dtype=torch.int32, device=device)
@@ -136,23 +136,25 @@ class Pages:
         layers, dims = len(self.layers), (self._keys.shape[1], self._values.shape[1])
         return Lot(self.folded + self.newer, self.real_tokens, self.kv_heads, layers, layers, *dims)
 
-    def entries(self) -> Entries:
-        """Every place that a slot has, in the order of slots; `alive` tells which hold a token."""
-        slot, index, place = self._order()
-        known = slot.clamp_max(len(self._counts) - 1)
-        alive = (slot == known) & (index < self._counts[known])
-        return Entries(self.lot, self._positions[place].long(), self._log_beta[place], known, alive)
+    def evict(self, choose: Callable[[Entries], Tensor]) -> None:
+        """Evict all but what `choose` says, (n,) bool, and make room for `ahead` tokens more in every slot.
 
-    def keep(self, chosen: Tensor) -> None:
-        """Evict all but some of `entries()`, chosen (n,) bool, and make room for `ahead` tokens more in every slot."""
-        slot, index, place = self._order()
-        known = slot.clamp_max(len(self._counts) - 1)
-        kept = torch.zeros_like(self._counts).index_add_(0, known, chosen.int())
-        inside = index < kept[known]
-        alive = (slot == known) & (index < self._counts[known])
+        It is shown every place that a slot has, in the order of slots; `Entries.alive` tells which hold a token.
+
+        Raises
+        ------
+        ValueError
+            More are chosen than the pool was made for; nothing has changed.
+        """
+        slot, index, place, alive = self._order(self._counts)
+        chosen = choose(Entries(self.lot, self._positions[place].long(), self._log_beta[place], slot, alive))
+        kept = torch.zeros_like(self._counts).index_add_(0, slot, chosen.int())
+        inside = index < kept[slot]
         gap, moved = alive & ~chosen & inside, chosen & ~inside
         # A slot has as many gaps before its new end as tokens to keep after it, and both are in the order of slots.
-        number = int(gap.sum())
+        number, total = torch.stack([gap.sum(), kept.sum()]).tolist()
+        if total > self._most:
+            raise ValueError(f"{total} tokens were chosen, and the pool has room for {self._most}")
         gaps, sources = (place[mask.argsort(descending=True, stable=True)[:number]] for mask in (gap, moved))
         for pool in (self._keys, self._values, self._positions, self._log_beta):
             pool[gaps] = pool[sources]
@@ -165,13 +167,15 @@ class Pages:
         self.folded, self.newer = self.folded + self.newer, 0
         self._share()
 
-    def _order(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Slot (their number: none), place in the slot and place in the pool of every token, by the table; each (n,) int64."""
+    def _order(self, counts: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Slot, number in it and place in the pool of every token by the table, int64, and which of them `counts` has; (n,) each."""
         slot, index = self._pages_of(self._starts)
         offset = torch.arange(PAGE, device=slot.device)
+        known = slot.clamp_max(len(counts) - 1)
         index = index[:, None] * PAGE + offset
+        alive = (index < counts[known][:, None]) & (slot == known)[:, None]
         place = self._table[:, None].long() * PAGE + offset
-        return slot.repeat_interleave(PAGE), index.flatten(), place.flatten()
+        return known.repeat_interleave(PAGE), index.flatten(), place.flatten(), alive.flatten()
 
     def _pages_of(self, starts: Tensor) -> tuple[Tensor, Tensor]:
         """Slot (their number: none) and number in it of each page of a table; (pages,) int64 each."""
@@ -228,9 +232,7 @@ class Pages:
         real = tuple(count - self.newer for count in self.real_tokens)
         layout = WeightedLayout(self.folded, real)
         half = self._keys.dtype if self._keys.dtype != torch.float32 else torch.float16
-        slot, index, place = self._order()
-        known = slot.clamp_max(len(self._kept) - 1)
-        old = (slot == known) & (index < self._kept[known])
+        slot, _, place, old = self._order(self._kept)
         slot, place = slot[old], place[old]
         # By slot, then position.
         order = self._positions[place].argsort(stable=True)
