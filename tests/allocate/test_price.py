@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvfold.allocate.price import allocate_at_one_price
+from kvfold.allocate import price
+from kvfold.allocate.price import allocate_at_one_price, bytes_at_prices
 
 numbers = st.floats(0.0009765625, 100, width=32)
 
@@ -158,3 +163,45 @@ def test_same_choices_on_a_gpu():
     there = allocate_at_one_price(distortion.cuda(), cost.cuda(), 200000)
     assert spent(there.cpu(), cost) <= 200000
     assert total(there.cpu(), distortion) == pytest.approx(total(here, distortion), rel=1e-3)
+
+
+def check_kernels(monkeypatch):
+    """By the kernels, and by plain torch: equal sums at every price, and choices as good."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for units, choices, budgets in ((300, 7, (0, 20000, 60000, 10**9)), (70, 2, (500,))):
+        distortion, cost = random_problem(2, units)
+        distortion, cost = distortion[..., :choices], cost[:, :choices]
+        prices = torch.logspace(-6, 3, 48).tolist()
+        plain = bytes_at_prices(distortion, cost, prices)
+        with monkeypatch.context() as patch:
+            patch.setattr(price.dense_decode, "problem", lambda device: None)
+            found = bytes_at_prices(distortion.to(device), cost.to(device), prices)
+            assert torch.equal(found.cpu(), plain)
+        for budget in budgets:
+            here = allocate_at_one_price(distortion, cost, budget)
+            with monkeypatch.context() as patch:
+                patch.setattr(price.dense_decode, "problem", lambda device: None)
+                there = allocate_at_one_price(
+                    distortion.to(device), cost.to(device), torch.tensor(budget, device=device)
+                ).cpu()
+            assert spent(there, cost) <= budget
+            assert total(there, distortion) == pytest.approx(total(here, distortion), rel=1e-5)
+        with monkeypatch.context() as patch:
+            patch.setattr(price.dense_decode, "problem", lambda device: None)
+            nothing = torch.zeros(2, 5, choices, device=device)
+            assert not allocate_at_one_price(nothing, cost.to(device), 10**6).any()
+
+
+def test_kernels(monkeypatch):
+    pytest.importorskip("triton")
+    if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
+        check_kernels(monkeypatch)
+        return
+    # Triton decides when it is first imported whether to interpret.
+    code = "import pytest; from tests.allocate.test_price import check_kernels; check_kernels(pytest.MonkeyPatch())"
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd=root, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr

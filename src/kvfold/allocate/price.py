@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
 
+from kvfold.kernels import dense_decode
 
-def allocate_at_one_price(distortion: Tensor, cost: Tensor, budget: int, steps: int = 40) -> Tensor:
+TRIED, ROUNDS = 64, 6
+"""On a GPU: prices tried at once, and how often; 64^6 steps between the extremes are finer than float32."""
+
+
+def allocate_at_one_price(distortion: Tensor, cost: Tensor, budget: int | Tensor, steps: int = 40) -> Tensor:
     """Choices whose total cost is the most that fits the budget at one common price.
 
     The Lagrangian solution of `allocate` for units that all have their own distortions, without a sort: a bisection on
@@ -21,8 +27,8 @@ def allocate_at_one_price(distortion: Tensor, cost: Tensor, budget: int, steps: 
         Choice 0 is the cheapest.
     cost : (pools, choices) int64, >= 0
         In bytes; units of a pool cost the same, pools share the budget.
-    budget : int
-        For all pools together.
+    budget : int or Tensor
+        For all pools together. Of one element on the device, so that nothing waits for it there.
     steps : int
         Bisections.
 
@@ -33,12 +39,16 @@ def allocate_at_one_price(distortion: Tensor, cost: Tensor, budget: int, steps: 
     Raises
     ------
     ValueError
-        The budget is negative.
+        The budget is negative, or less than the cheapest choices cost. Not on a GPU, where nothing waits to find out:
+        each unit then gets the cheapest.
 
     References
     ----------
     RDKV, Theorem 3.3 and Algorithm 2 (one multiplier, here for any number of heads and layers).
     """
+    if dense_decode.problem(distortion.device) is None:
+        return _on_gpu(distortion, cost, budget)
+    budget = int(budget)
     if budget < 0:
         raise ValueError(f"budget must be at least 0 bytes, got {budget}")
     positive = distortion[distortion > 0]
@@ -83,6 +93,37 @@ def allocate_at_one_price(distortion: Tensor, cost: Tensor, budget: int, steps: 
     return torch.where(fits, dear, cheap).view(distortion.shape[:2])
 
 
+def _on_gpu(distortion: Tensor, cost: Tensor, budget: int | Tensor) -> Tensor:
+    """As `allocate_at_one_price`, many prices at a time, and without a word to the host."""
+    from kvfold.kernels import triton_price
+
+    largest = distortion.amax()
+    smallest = torch.where(distortion > 0, distortion, torch.inf).amin()
+    low = smallest.double().log() - cost.max().clamp_min(1).log() - 1
+    high = largest.double().log() + 1
+    for _ in range(ROUNDS):
+        prices = low + (high - low) * _steps(distortion.device)
+        taken = triton_price.taken(distortion, cost, prices.exp().float())
+        # Costs fall as prices rise: the first price that fits, and the one before it.
+        fits = (taken > budget).sum().clamp_max(TRIED - 1)
+        low, high = prices.index_select(0, torch.stack([(fits - 1).clamp_min(0), fits]))
+    cheap, dear = triton_price.choices(distortion, cost, torch.stack([high, low]).exp().float()).long()
+    spent, dearer = cost.gather(1, cheap), cost.gather(1, dear)
+    extra = (dearer - spent).clamp_min(0).flatten().cumsum(0).view_as(spent)
+    choice = torch.where(extra <= budget - spent.sum(), dear, cheap)
+    return torch.where(largest > 0, choice, 0)
+
+
+@cache
+def _steps(device: torch.device) -> Tensor:
+    return torch.linspace(0, 1, TRIED, dtype=torch.float64, device=device)
+
+
+@cache
+def _sent(prices: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(prices, device=device)
+
+
 def _choose(table: Tensor, price_per_byte: Tensor, log_price: float) -> Tensor:
     """Index of the least distortion plus price times cost, over the first dimension; the first of equals."""
     price = math.exp(log_price)
@@ -96,10 +137,14 @@ def _choose(table: Tensor, price_per_byte: Tensor, log_price: float) -> Tensor:
 
 
 def bytes_at_prices(distortion: Tensor, cost: Tensor, prices: Sequence[float]) -> Tensor:
-    """What the units of `allocate_at_one_price` would take at each of several prices: (prices,) float32 on the CPU."""
+    """What the units of `allocate_at_one_price` would take at each of several prices: (prices,) float64."""
+    if dense_decode.problem(distortion.device) is None:
+        from kvfold.kernels import triton_price
+
+        return triton_price.taken(distortion, cost, _sent(tuple(prices), distortion.device)).double()
     price_per_byte = cost[:, None].float()
     taken = [
         cost.gather(1, torch.add(distortion, price_per_byte, alpha=price).argmin(-1)).sum()
         for price in prices
     ]
-    return torch.stack(taken).float().cpu()
+    return torch.stack(taken).double()

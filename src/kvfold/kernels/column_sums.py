@@ -105,7 +105,24 @@ def plain(
     other_lse: Tensor | None = None,
     squared: bool = False,
 ) -> Tensor:
-    """As `column_sums`, some queries at a time, in torch."""
+    """As `column_sums`, one key head and some queries at a time, in torch."""
+    heads, key_heads = query.shape[1], key.shape[1]
+    if key_heads > 1:
+        groups = [slice(start, start + heads // key_heads) for start in range(0, heads, heads // key_heads)]
+        parts = [
+            plain(
+                query[:, own],
+                key[:, head : head + 1],
+                scaling,
+                valid if valid is None or valid.shape[1] == 1 else valid[:, head : head + 1],
+                last,
+                softcap,
+                None if other_lse is None else other_lse[:, own],
+                squared,
+            )
+            for head, own in enumerate(groups)
+        ]
+        return torch.cat(parts, 1)
     queries, tokens = query.shape[2], key.shape[2]
     if last is None:
         mask = None if valid is None else valid[:, :, None].expand(-1, -1, queries, -1)

@@ -29,16 +29,22 @@ from kvfold.codecs.affine import dequantise, quantise
 from kvfold.codecs.codebook import common_levels, decode, encode
 from kvfold.codecs.fragments import WIDTHS
 from kvfold.errors import BudgetError, KvfoldError
+from kvfold.kernels.channel_sums import channel_sums, spans, unturned_sum
 from kvfold.kernels.column_sums import column_sums
-from kvfold.kernels.position_bias import turned_rows
+from kvfold.kernels.graded import Books, serves
+from kvfold.kernels.position_bias import turns
 from kvfold.methods.base import LayerView, Method, Needs
 from kvfold.methods.scores import keys_for_scores, query_energy, smooth, window_mass
 from kvfold.stores.base import Store
 from kvfold.stores.graded import Frame, GradedLayout, GradedStore, normal_keys, normal_values
+from kvfold.stores.graded.frame import value_rotation
 from kvfold.stores.ragged import channel_dtype
 
 GAUSSIAN_ERROR = (1.0, 0.3634, 0.1175, 0.03455, 0.009524, 0.002499, 0.000641, 0.000163, 0.000088)
 """Relative squared error of `common_levels` of N(0, 1) at 0 to 8 bits."""
+
+QUERIES_AT_A_TIME = 512
+"""Future queries of which there is a float32 copy."""
 
 PRICES = tuple(math.exp(exponent) for exponent in range(-40, 8))
 """Multipliers at which a layer's appetite is recorded while streaming."""
@@ -155,23 +161,29 @@ class RDKV(Method):
     # ---- who will look ----
 
     def future_queries(self, view: LayerView, row: int) -> Tensor:
-        """The prompt's queries as if asked after its end, (heads, n, query_dim) float32.
+        """The prompt's queries as if asked after its end, (heads, n, query_dim).
 
         A query at position i is turned to one of the `horizon` positions that follow; without RoPE, or where it cannot be
         told, it stays as it is and only loses its mask.
         """
         assert view.sampled is not None and view.sampled_index is not None
-        index = view.sampled_index[view.valid[row, :, view.sampled_index].any(0)]
-        chosen = view.valid[row, :, view.sampled_index].any(0)
-        query = view.sampled[row][:, chosen].float()
+        index, query = view.sampled_index, view.sampled[row]
+        if view.real_tokens[row] < view.tokens:
+            chosen = view.valid[row, :, index].any(0).nonzero().flatten()
+            index, query = index[chosen], query[:, chosen]
         if view.rotary is None:
             return query
         key_dim = view.keys.shape[-1]
         ahead = view.positions[row, -1] + 1 + (view.tokens - 1 - index) % self.horizon
-        turned = view.rotary.rotate(
-            view.rotary.unrotate(query[..., -key_dim:], view.positions[row, index]), ahead
-        )
-        return torch.cat([query[..., :-key_dim], turned], -1)
+        # From one position to another is a turn by their difference.
+        angle, found = ahead - view.positions[row, index], torch.empty_like(query)
+        found[..., :-key_dim] = query[..., :-key_dim]
+        for start in range(0, len(index), QUERIES_AT_A_TIME):
+            span = slice(start, start + QUERIES_AT_A_TIME)
+            found[:, span, -key_dim:] = (
+                view.rotary.rotate(query[:, span, -key_dim:], angle[span]) / view.rotary.scale
+            )
+        return found
 
     def token_weights(self, view: LayerView, future: Sequence[Tensor]) -> Tensor:
         """Mean squared attention that each token receives, pooled: (batch, kv_heads, tokens) float32."""
@@ -186,7 +198,7 @@ class RDKV(Method):
             index, keys, kv_heads = view.sampled_index, keys_for_scores(view), view.keys.shape[1]
             rows = [
                 column_sums(
-                    query[None].to(keys.dtype),
+                    query[None],
                     keys[row : row + 1],
                     view.scaling,
                     view.valid[row : row + 1],
@@ -239,46 +251,54 @@ class RDKV(Method):
             budget += self.budget.bytes(draft.view.real_tokens[row], count, layout.key_dim, layout.value_dim)
             if self.budget.counts_metadata:
                 budget -= draft.fixed_bytes // draft.cost.shape[1] * count
-        distortion = torch.cat([draft.distortion[row, heads] for draft, heads in pool])
-        cost = torch.cat([draft.cost[row, heads] for draft, heads in pool])
+        parts = [(draft.distortion[row, heads], draft.cost[row, heads]) for draft, heads in pool]
+        distortion, cost = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
         if budget < 0:
             raise BudgetError(
                 "the budget is smaller than the metadata; raise keep, or fold more tokens at once"
             )
+        have: int | Tensor = budget
         if self.scope == "stream":
-            budget = self._stream(pool[0][0].view, row, budget, distortion, cost)
-        choice = allocate_at_one_price(distortion, cost, budget)
+            have = self._stream(pool[0][0].view, row, budget, distortion, cost)
+        choice = allocate_at_one_price(distortion, cost, have)
         if self.scope == "stream":
-            pool[0][0].view.account[row]["left"] -= int(cost.gather(1, choice).sum())
+            pool[0][0].view.account[row]["left"] -= cost.gather(1, choice).sum()
         start = 0
         for draft, heads in pool:
             count = draft.cost[row, heads].shape[0]
             draft.choice[row, heads] = choice[start : start + count]
             start += count
 
-    def _stream(self, view: LayerView, row: int, share: int, distortion: Tensor, cost: Tensor) -> int:
-        """Bytes that a layer gets of its own share and of what the layers before it left or overdrew.
+    def _stream(self, view: LayerView, row: int, share: int, distortion: Tensor, cost: Tensor) -> Tensor:
+        """Bytes that a layer gets of its own share and of what the layers before it left or overdrew, in a tensor of none.
 
-        `distortion` and `cost` as for `allocate_at_one_price`; `share` is the layer's equal part of the budget.
+        `distortion` and `cost` as for `allocate_at_one_price`; `share` is the layer's equal part of the budget. All of it
+        on the layer's device, so that a GPU is not waited for.
         """
-        account = view.account.setdefault(row, {"left": 0, "layers": 0, "wanted": torch.zeros(len(PRICES))})
-        account["left"] += share
-        account["layers"] += 1
+        device = distortion.device
+        nothing = {
+            "left": torch.zeros((), dtype=torch.float64, device=device),
+            "layers": 0,
+            "wanted": torch.zeros(len(PRICES), dtype=torch.float64, device=device),
+        }
+        account = view.account.setdefault(row, nothing)
         wanted = bytes_at_prices(distortion, cost, PRICES)
-        account["wanted"] += wanted
+        account["left"] = account["left"].to(device) + share
+        account["wanted"] = account["wanted"].to(device) + wanted
+        account["layers"] += 1
+        left: Tensor = account["left"]
         ahead = view.folding_layers - account["layers"]
         if not ahead:
-            return int(account["left"])
+            return left
         typical = account["wanted"] / account["layers"]
         # What all layers from here on would take at each price, against what there is for them.
-        need, have = wanted + ahead * typical, account["left"] + ahead * share
-        above = int((need > have).sum())
-        if above == 0:
-            return int(min(wanted[0], have))
-        if above == len(PRICES):
-            return int(wanted[-1])
-        part = (have - need[above]) / (need[above - 1] - need[above]).clamp_min(1)
-        return int(wanted[above] + part * (wanted[above - 1] - wanted[above]))
+        need, have = wanted + ahead * typical, left + ahead * share
+        above = (need > have).sum()
+        at = torch.stack([above - 1, above]).clamp(0, len(PRICES) - 1)
+        (dearer, cheaper), (more, less) = need.index_select(0, at), wanted.index_select(0, at)
+        part = (have - cheaper) / (dearer - cheaper).clamp_min(1)
+        between = less + part * (more - less)
+        return torch.where(above == 0, torch.minimum(wanted[0], have), between).floor()
 
     def _draft(self, view: LayerView) -> _Draft:
         """Frame of a layer, and what each token would lose and cost at each grade."""
@@ -291,7 +311,7 @@ class RDKV(Method):
             future = [self.future_queries(view, row) for row in range(batch)]
         if future:
             squares = [
-                query[..., -key_dim:].square().mean(1).view(heads, -1, key_dim).mean(1) for query in future
+                _mean_squares(query[..., -key_dim:]).view(heads, -1, key_dim).mean(1) for query in future
             ]
             energy = torch.stack(squares) * view.scaling**2
         else:
@@ -301,7 +321,8 @@ class RDKV(Method):
         weights = self.token_weights(view, future)
 
         real = view.valid.float()
-        spread = (view.values.float() - frame.value_mean[:, :, None].float()).square().sum(-1) * real
+        errors = [self._errors(view, layout, frame, row, energy[row]) for row in range(batch)]
+        spread = torch.stack([own for own, _ in errors]) * real
         number = real.sum(-1, keepdim=True).clamp_min(1)
         weights = (weights / (weights.sum(-1, keepdim=True) / number).clamp_min(1e-30)) ** self.flatten * real
         weights = weights / ((weights * spread).sum(-1, keepdim=True) / number).clamp_min(1e-30)
@@ -309,9 +330,8 @@ class RDKV(Method):
         grades = len(self.grades)
         distortion = spread.new_zeros(batch, heads, tokens, grades + 3)
         distortion[..., 0] = self.evict_penalty * weights * spread
-        for row in range(batch):
-            errors = self._errors(view, layout, frame, row, energy[row], spread[row])
-            distortion[row, ..., 1:-1] = weights[row, ..., None] * errors
+        for row, (_, own) in enumerate(errors):
+            torch.mul(own, weights[row, ..., None], out=distortion[row, ..., 1:-1])
         if self.tile > 1:
             distortion[..., -2] = distortion[..., 0]  # fine: dearer than evicting, no better
         distortion *= real[..., None]
@@ -325,7 +345,7 @@ class RDKV(Method):
                 + [key_dim + value_dim, 2 * (key_dim + value_dim)] * (not metadata)
                 for head_counts, head_bits in zip(row_counts, row_bits)
             ]
-            for row_counts, row_bits in zip(frame.key_counts.tolist(), frame.value_bits.tolist())
+            for row_counts, row_bits in zip(*frame.grades)
         ]
         fixed = 4 * heads * (grades + 2)
         if shared is None:
@@ -343,27 +363,31 @@ class RDKV(Method):
     def _frame(self, view: LayerView, layout: GradedLayout, energy: Tensor) -> Frame:
         """Means, deviations and the channel widths of each grade."""
         half = torch.float16 if view.keys.dtype != torch.bfloat16 else _narrowest(view)
-        real = view.valid[..., None].float()
-        number = real.sum(2).clamp_min(1)
-        keys = view.keys.float()
+        number = view.valid.sum(2).clamp_min(1)[..., None]
+        rows = range(len(view.keys))
+
+        def each(states: Tensor, *taken: Tensor | None) -> tuple[Tensor, Tensor]:
+            """Means of channels and of their squares, less the turned vector and the mean that are `taken`."""
+            sums = [
+                channel_sums(
+                    states[row], view.valid[row], taken[0] if taken[0] is None else taken[0][row], view.rotary,
+                    layout.shifts[row], taken[1] if taken[1] is None else taken[1][row],
+                )
+                for row in rows
+            ]  # fmt: skip
+            first, second = (torch.stack(part) / number for part in zip(*sums, strict=True))
+            return first, second
+
         turned = None
         if view.rotary is not None:
-            rotary = view.rotary
-            plain = torch.stack([rotary.unrotate(keys[row], view.positions[row]) for row in range(len(keys))])
-            turned = ((plain * real).sum(2) / number).to(half)
-            keys = torch.stack(
-                [
-                    keys[row] - turned_rows(turned[row].float(), rotary, view.tokens, layout.shifts[row])
-                    for row in range(len(keys))
-                ]
-            )
-        mean = ((keys * real).sum(2) / number).to(half)
-        deviation = (((keys - mean[:, :, None].float()).square() * real).sum(2) / number).sqrt()
-        deviation = deviation.clamp_min(1e-4).to(half)
-        values = view.values.float()
-        value_mean = ((values * real).sum(2) / number).to(half)
-        spread = (values - value_mean[:, :, None].float()).square().sum(-1, keepdim=True) * real
-        spread_mean = spread.sum(2) / number
+            plain = [
+                unturned_sum(view.keys[row], view.valid[row], view.rotary, layout.shifts[row]) for row in rows
+            ]
+            turned = (torch.stack(plain) / number).to(half)
+        mean = each(view.keys, turned, None)[0].to(half)
+        deviation = each(view.keys, turned, mean)[1].sqrt().clamp_min(1e-4).to(half)
+        value_mean = each(view.values, None, None)[0].to(half)
+        spread_mean = each(view.values, None, value_mean)[1].sum(-1, keepdim=True)
         magnitude = (spread_mean[..., 0] / layout.value_dim).sqrt().clamp_min(1e-12)
 
         key_importance = energy * deviation.float().square() * spread_mean
@@ -398,32 +422,82 @@ class RDKV(Method):
         return widths[price.argmin(-1)]
 
     def _errors(
-        self, view: LayerView, layout: GradedLayout, frame: Frame, row: int, energy: Tensor, spread: Tensor
-    ) -> Tensor:
-        """Measured squared output error of each token, before its weight: (kv_heads, tokens, grades + 1), fine last."""
-        z = normal_keys(view.keys[row], frame, row, view.rotary, layout.shifts[row])
-        w, _ = normal_values(view.values[row], frame, row)
-        ordered = z.gather(2, frame.order[row].long()[:, None].expand_as(z))
+        self, view: LayerView, layout: GradedLayout, frame: Frame, row: int, energy: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """How far each value is from the mean, squared, and the measured squared output error of its token, before its weight.
+
+        Returns
+        -------
+        (kv_heads, tokens) and (kv_heads, tokens, grades + 1) float32, fine last
+        """
+        keys, values = view.keys[row], view.values[row]
+        tokens, meta = keys.shape[1], frame.key_mean.dtype
+        if serves(keys.device, layout.key_dim, layout.value_dim, len(self.grades)):
+            return self._errors_by_kernels(view, layout, frame, row, energy)
         sensitivity = (energy * frame.key_deviation[row].float().square()).gather(1, frame.order[row].long())
         counts, bits = frame.key_counts[row].long(), frame.value_bits[row].long()
         ends = counts.cumsum(-1)
-        channel = torch.arange(layout.key_dim, device=z.device)
-        key_error = z.new_zeros(*z.shape[:2], len(self.grades))
-        value_error = torch.zeros_like(key_error)
-        magnitude = spread / w.square().sum(-1).clamp_min(1e-30)
+        channel = torch.arange(layout.key_dim, device=keys.device)
+        inside = []
         for index, width in enumerate((*layout.widths, 0)):
             start = ends[..., index - 1] if index else torch.zeros_like(ends[..., 0])
             stop = ends[..., index] if width else torch.full_like(ends[..., 0], layout.key_dim)
-            inside = (channel >= start[..., None]) & (channel < stop[..., None])
-            lost = _lost(ordered, width) @ (inside * sensitivity[:, None]).transpose(1, 2)
-            key_error += lost
-            value_error += (_lost(w, width).sum(-1) * magnitude)[..., None] * (bits == width)[:, None]
-        keys, values = view.keys[row].float(), view.values[row].float()
-        key_lost = (dequantise(*quantise(keys, 8)) - keys).square() @ energy[..., None]
-        fine = spread[..., None] * key_lost + (dequantise(*quantise(values, 8)) - values).square().sum(
-            -1, keepdim=True
+            own = (channel >= start[..., None]) & (channel < stop[..., None])
+            inside.append((own * sensitivity[:, None]).transpose(1, 2))
+        spreads = energy.new_empty(len(keys), tokens)
+        errors = energy.new_empty(len(keys), tokens, len(self.grades) + 1)
+        order = frame.order[row].long()[:, None]
+        for span in spans(tokens):
+            z = normal_keys(keys, frame, row, view.rotary, layout.shifts[row], span)
+            z = z.gather(2, order.expand_as(z))
+            w, _ = normal_values(values[:, span], frame, row)
+            key, value = keys[:, span].float(), values[:, span].float()
+            spread = (value - frame.value_mean[row][:, None].float()).square().sum(-1)
+            magnitude = spread / w.square().sum(-1).clamp_min(1e-30)
+            key_error = z.new_zeros(*z.shape[:2], len(self.grades))
+            value_error = torch.zeros_like(key_error)
+            for width, own in zip((*layout.widths, 0), inside, strict=True):
+                key_error += _lost(z, width) @ own
+                value_error += (_lost(w, width).sum(-1) * magnitude)[..., None] * (bits == width)[:, None]
+            spreads[:, span], errors[:, span, :-1] = spread, spread[..., None] * key_error + value_error
+            key_lost = (_as_fine(key, meta) - key).square() @ energy[..., None]
+            value_lost = (_as_fine(value, meta) - value).square().sum(-1)
+            errors[:, span, -1] = spread * key_lost[..., 0] + value_lost
+        return spreads, errors
+
+    def _errors_by_kernels(
+        self, view: LayerView, layout: GradedLayout, frame: Frame, row: int, energy: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """As `_errors`, each key and value read once."""
+        from kvfold.kernels import triton_graded
+
+        keys, values = view.keys[row], view.values[row]
+        shared = layout.widths, _books(layout.widths, keys.device), frame.key_mean.dtype
+        turned = turn = None
+        if frame.key_turned is not None:
+            assert view.rotary is not None
+            turned = frame.key_turned[row]
+            turn = turns(view.rotary, layout.key_dim, keys.shape[1], layout.shifts[row], keys.device)
+        errors = triton_graded.key_errors(
+            keys,
+            turned,
+            turn,
+            frame.key_mean[row],
+            frame.key_deviation[row],
+            energy,
+            frame.order[row].long(),
+            frame.key_counts[row],
+            *shared,
         )
-        return torch.cat([spread[..., None] * key_error + value_error, fine], -1)
+        *lost, spread = triton_graded.value_errors(
+            values,
+            frame.value_mean[row],
+            value_rotation(layout.value_dim, keys.device),
+            frame.value_magnitude[row],
+            frame.value_bits[row],
+            *shared,
+        ).unbind(-1)
+        return spread, errors.mul_(spread[..., None]).add_(torch.stack(lost, -1))
 
 
 @dataclass
@@ -448,6 +522,16 @@ REACH = 8.0
 
 
 @cache
+def _books(widths: tuple[int, ...], device: torch.device) -> Books:
+    """Levels, and those nearest to each cell, of all widths."""
+    levels, cells = torch.zeros(9, 256), torch.zeros(9, CELLS)
+    for width in widths:
+        levels[width, : 1 << width] = common_levels(width)
+        cells[width] = _nearest_levels(width, torch.device("cpu"))
+    return Books(levels.to(device), cells.to(device), REACH)
+
+
+@cache
 def _nearest_levels(width: int, device: torch.device) -> Tensor:
     """Level nearest to the middle of each cell."""
     middles = (torch.arange(CELLS) + 0.5) * (2 * REACH / CELLS) - REACH
@@ -467,6 +551,17 @@ def _lost(z: Tensor, width: int) -> Tensor:
     return levels.view_as(z).sub_(z).square_()
 
 
+def _as_fine(x: Tensor, meta: torch.dtype) -> Tensor:
+    """What 8 bits between the extremes of each vector give back."""
+    return dequantise(*quantise(x, 8, meta_dtype=meta))
+
+
+def _mean_squares(queries: Tensor) -> Tensor:
+    """Mean squared channel, (heads, key_dim) float32."""
+    parts = [part.float().square().sum(1) for part in queries.split(QUERIES_AT_A_TIME, 1)]
+    return torch.stack(parts).sum(0) / max(queries.shape[1], 1)
+
+
 def _shared_frame(view: LayerView) -> Frame | None:
     """The frame of the segment before, for a block of generated tokens: they are of one kind with the prompt's."""
     if not view.generated or view.previous is None:
@@ -479,5 +574,6 @@ def _shared_frame(view: LayerView) -> Frame | None:
 
 def _narrowest(view: LayerView) -> torch.dtype:
     """float16 for its precision, unless a bfloat16 model's numbers are beyond its range."""
-    largest = max(float(view.keys.abs().max()), float(view.values.abs().max()))
+    extremes = [extreme for states in (view.keys, view.values) for extreme in torch.aminmax(states)]
+    largest = float(torch.stack(extremes).abs().max())
     return torch.float16 if largest < torch.finfo(torch.float16).max / 4 else torch.bfloat16

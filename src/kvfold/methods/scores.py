@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d, pad
 
 from kvfold.kernels.channel_sums import channel_sums
-from kvfold.kernels.reference import column_mass
+from kvfold.kernels.column_sums import column_sums
 from kvfold.methods.base import LayerView
 from kvfold.stores.tokenwise import shifts_of
 
@@ -41,21 +41,22 @@ def window_mass(view: LayerView, window: int, normalise: bool, squared: bool = F
     assert view.queries is not None
     queries = view.queries[:, :, -window:]
     count, tokens = queries.shape[2], view.tokens
-    index = torch.arange(tokens, device=queries.device)
-    causal = index <= torch.arange(tokens - count, tokens, device=queries.device)[:, None]
     real = view.valid.any(1)[:, tokens - count :]
-    mask = causal & view.valid[:, :, None] & real[:, None, :, None]
-    mass = column_mass(
+    last = torch.arange(tokens - count, tokens, device=queries.device).masked_fill(~real, -1)
+    mass = column_sums(
         queries,
         keys_for_scores(view),
         view.scaling,
-        mask,
+        view.valid,
+        last,
         view.softcap,
-        kv_heads=view.keys.shape[1],
         squared=squared,
+        kv_heads=view.keys.shape[1],
     )
     if normalise:
-        mass = mass / mask.sum(2).clamp_min(1)
+        seen = real.flip(1).cumsum(1).flip(1)
+        seen = torch.cat([seen[:, :1].expand(-1, tokens - count), seen], 1)
+        mass = mass / seen[:, None].clamp_min(1)
     return mass
 
 

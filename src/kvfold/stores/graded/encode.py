@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cache
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
@@ -9,9 +13,19 @@ from kvfold.codecs import lookup
 from kvfold.codecs.affine import quantise
 from kvfold.codecs.codebook import common_levels
 from kvfold.codecs.codebook import encode as nearest
+from kvfold.kernels import graded
+from kvfold.kernels.channel_sums import spans
+from kvfold.kernels.position_bias import turns
 from kvfold.stores.base import Rotary
-from kvfold.stores.graded.frame import Frame, GradedLayout, normal_keys, normal_values
-from kvfold.stores.graded.sections import key_sections, value_sections
+from kvfold.stores.graded.frame import (
+    Frame,
+    GradedLayout,
+    normal_keys,
+    normal_values,
+    require,
+    value_rotation,
+)
+from kvfold.stores.graded.sections import Section, key_sections, value_sections
 from kvfold.stores.ragged import position_dtype
 
 
@@ -19,47 +33,189 @@ def encode(
     keys: Tensor, values: Tensor, grades: Tensor, layout: GradedLayout, frame: Frame, rotary: Rotary | None
 ) -> dict[str, Tensor]:
     """Buffers of a `GradedStore`; arguments as for its `encode`."""
-    rows, _, tokens = grades.shape
     count = frame.value_bits.shape[-1]
-    half = keys.dtype if keys.dtype in (torch.float16, torch.bfloat16) else torch.float16
     counts = torch.stack([(grades == grade).sum(-1) for grade in range(1, count + 3)], -1).int()
-    sorted_tokens = torch.sort(grades, dim=-1, stable=True).indices
-    key_counts, value_bits = frame.key_counts.tolist(), frame.value_bits.tolist()
-    meta = torch.bfloat16 if frame.key_mean.dtype == torch.bfloat16 else torch.float16
-    names = ["positions", "key_codes", "value_codes", "magnitudes"]
-    names += ["fine_keys", "fine_values", "fine_scales", "exact_keys", "exact_values"]
-    parts: dict[str, list[Tensor]] = {name: [] for name in names}
-    host_counts = counts.tolist()
-    for row in range(rows):
-        z = normal_keys(keys[row], frame, row, rotary, layout.shifts[row])
-        w, magnitudes = normal_values(values[row], frame, row)
-        chosen = []
-        for head, head_counts in enumerate(host_counts[row]):
-            index = sorted_tokens[row, head, tokens - sum(head_counts) :]
-            chosen.append(index)
-            parts["positions"].append(index)
-            coded, fine, exact = index.split([sum(head_counts[:-2]), *head_counts[-2:]])
-            parts["magnitudes"].append(magnitudes[head, coded])
-            key = quantise(keys[row, head, fine].float(), 8, meta_dtype=meta)
-            value = quantise(values[row, head, fine].float(), 8, meta_dtype=meta)
-            parts["fine_keys"].append(key.codes)
-            parts["fine_values"].append(value.codes)
-            parts["fine_scales"].append(torch.cat([key.scale, key.minimum, value.scale, value.minimum], 1))
-            parts["exact_keys"].append(keys[row, head, exact].to(half))
-            parts["exact_values"].append(values[row, head, exact].to(half))
-        order = frame.order[row].long()
-        for section in key_sections(layout.widths, host_counts[row], key_counts[row]):
-            index = chosen[section.head][section.start : section.stop, None]
-            channels = order[section.head, section.column : section.column + section.channels]
-            parts["key_codes"].append(_code(z[section.head, index, channels], section.width))
-        for section in value_sections(layout.value_dim, host_counts[row], value_bits[row]):
-            index = chosen[section.head][section.start : section.stop]
-            parts["value_codes"].append(_code(w[section.head, index], section.width))
-    empty = keys.new_zeros(0, dtype=torch.uint8)
-    buffers = {name: torch.cat(pieces) if pieces else empty for name, pieces in parts.items()}
+    order = torch.sort(grades, dim=-1, stable=True).indices
+    rows = [
+        _encode_row(keys[row], values[row], order[row], counts[row], own, layout, frame, row, rotary)
+        for row, own in enumerate(counts.tolist())
+    ]
+    buffers = (
+        rows[0] if len(rows) == 1 else {name: torch.cat([one[name] for one in rows]) for name in rows[0]}
+    )
     buffers["positions"] = buffers["positions"].to(position_dtype(layout.tokens))
     buffers["counts"] = counts
     return buffers
+
+
+def _encode_row(
+    keys: Tensor,
+    values: Tensor,
+    order: Tensor,
+    counts: Tensor,
+    host_counts: list[list[int]],
+    layout: GradedLayout,
+    frame: Frame,
+    row: int,
+    rotary: Rotary | None,
+) -> dict[str, Tensor]:
+    """Of one row; `order` has the tokens (kv_heads, tokens) by grade, those that are evicted first."""
+    half = keys.dtype if keys.dtype in (torch.float16, torch.bfloat16) else torch.float16
+    meta = torch.bfloat16 if frame.key_mean.dtype == torch.bfloat16 else torch.float16
+    index = [own[own.shape[0] - sum(kept) :] for own, kept in zip(order, host_counts, strict=True)]
+    split = [one.split([sum(kept[:-2]), *kept[-2:]]) for one, kept in zip(index, host_counts, strict=True)]
+
+    def picked(part: int) -> tuple[Tensor, Tensor]:
+        """Head and token of all fine (1) or exact (2) ones."""
+        tokens = torch.cat([pieces[part] for pieces in split])
+        heads = torch.arange(len(split), device=tokens.device)
+        heads = heads.repeat_interleave(counts[:, part - 3], output_size=len(tokens))
+        return heads, tokens
+
+    fine, exact = picked(1), picked(2)
+    key, value = (quantise(states[fine].float(), 8, meta_dtype=meta) for states in (keys, values))
+    buffers = {
+        "positions": torch.cat(index),
+        "fine_keys": key.codes,
+        "fine_values": value.codes,
+        "fine_scales": torch.cat([key.scale, key.minimum, value.scale, value.minimum], 1),
+        "exact_keys": keys[exact].to(half),
+        "exact_values": values[exact].to(half),
+    }
+    key_counts, value_bits = frame.grades[0][row], frame.grades[1][row]
+    sections = (
+        key_sections(layout.widths, host_counts, key_counts),
+        value_sections(layout.value_dim, host_counts, value_bits),
+    )
+    names = "key_codes", "value_codes"
+    for name, own in zip(names, sections, strict=True):
+        size = sum(section.nbytes for section in own)
+        buffers[name] = torch.empty(size, dtype=torch.uint8, device=keys.device)
+    coded = sum(len(pieces[0]) for pieces in split)
+    buffers["magnitudes"] = torch.empty(coded, dtype=torch.uint8, device=keys.device)
+    if not coded:
+        return buffers
+    into = buffers["key_codes"], buffers["value_codes"], buffers["magnitudes"]
+    if graded.serves(keys.device, layout.key_dim, layout.value_dim, len(host_counts[0]) - 2):
+        empty = _without_values(host_counts, value_bits)
+        places = buffers["positions"], [len(one) for one in index], [len(pieces[0]) for pieces in split]
+        _by_kernels(keys, values, sections, empty, places, layout, frame, row, rotary, into)
+    else:
+        _plainly(keys, values, sections, [pieces[0] for pieces in split], layout, frame, row, rotary, into)
+    return buffers
+
+
+def _plainly(
+    keys: Tensor,
+    values: Tensor,
+    sections: tuple[list[Section], list[Section]],
+    coded: list[Tensor],
+    layout: GradedLayout,
+    frame: Frame,
+    row: int,
+    rotary: Rotary | None,
+    into: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """Write codes and magnitudes, head by head."""
+    pieces = [one.split([section.nbytes for section in own]) for one, own in zip(into, sections)]
+    sizes = into[2].split([len(one) for one in coded])
+    for head, index in enumerate(coded):
+        one, own = slice(head, head + 1), frame.of_heads(slice(head, head + 1))
+        z = keys.new_empty(len(index), layout.key_dim, dtype=torch.float32)
+        for span in spans(keys.shape[1]):
+            inside = (index >= span.start) & (index < span.stop)
+            normal = normal_keys(keys[one], own, row, rotary, layout.shifts[row], span)[0]
+            z[inside] = normal[index[inside] - span.start]
+        w, magnitudes = normal_values(values[one, index], own, row)
+        sizes[head].copy_(magnitudes[0])
+        order = frame.order[row, head].long()
+        for section, piece in zip(sections[0], pieces[0], strict=True):
+            if section.head == head:
+                channels = order[section.column : section.column + section.channels]
+                piece.copy_(_code(z[section.start : section.stop, channels], section.width))
+        for section, piece in zip(sections[1], pieces[1], strict=True):
+            if section.head == head:
+                piece.copy_(_code(w[0, section.start : section.stop], section.width))
+
+
+def _by_kernels(
+    keys: Tensor,
+    values: Tensor,
+    sections: tuple[list[Section], list[Section]],
+    empty: list[Section],
+    places: tuple[Tensor, Sequence[int], Sequence[int]],
+    layout: GradedLayout,
+    frame: Frame,
+    row: int,
+    rotary: Rotary | None,
+    into: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """Write codes and magnitudes, a launch for each width; `places` are all tokens kept, and how many each head keeps and codes."""
+    from kvfold.kernels import triton_graded
+
+    index, kept, coded = places
+    first, sized = list(accumulate(kept, initial=0)), list(accumulate(coded, initial=0))
+    tables: tuple[dict[int, list[list[int]]], dict[int, list[list[int]]]] = ({}, {})
+    begin = 0
+    for section in sections[0]:
+        place = [section.head, first[section.head] + section.start, section.stop - section.start]
+        place += [section.column, section.channels, begin]
+        tables[0].setdefault(section.width, []).append(place)
+        begin += section.nbytes
+    begin = 0
+    for section in [*sections[1], *empty]:
+        place = [section.head, first[section.head] + section.start, section.stop - section.start]
+        tables[1].setdefault(section.width, []).append([*place, begin, sized[section.head] + section.start])
+        begin += section.nbytes if section.width else 0
+    by_width = [{width: torch.tensor(rows) for width, rows in table.items()} for table in tables]
+    boundaries = {width: _boundaries(width, keys.device) for width in range(1, 9)}
+    turned = turn = None
+    if frame.key_turned is not None:
+        turned = frame.key_turned[row]
+        turn = turns(require(rotary), layout.key_dim, keys.shape[1], layout.shifts[row], keys.device)
+    triton_graded.pack_keys(
+        keys,
+        index,
+        by_width[0],
+        turned,
+        turn,
+        frame.key_mean[row],
+        frame.key_deviation[row],
+        frame.order[row].long(),
+        boundaries,
+        lookup.NEIGHBOURS,
+        into[0],
+    )
+    triton_graded.pack_values(
+        values,
+        index,
+        by_width[1],
+        frame.value_mean[row],
+        value_rotation(layout.value_dim, keys.device),
+        frame.value_magnitude[row],
+        boundaries,
+        lookup.NEIGHBOURS,
+        into[1],
+        into[2],
+    )
+
+
+def _without_values(counts: list[list[int]], bits: list[list[int]]) -> list[Section]:
+    """Tokens of the grades at which values have no bits: they have a magnitude."""
+    found = []
+    for head, (head_counts, head_bits) in enumerate(zip(counts, bits, strict=True)):
+        start = 0
+        for count, own in zip(head_counts, head_bits):
+            if count and not own:
+                found.append(Section(0, head, start, start + count, 0, 0))
+            start += count
+    return found
+
+
+@cache
+def _boundaries(width: int, device: torch.device) -> Tensor:
+    levels = common_levels(width)
+    return ((levels[1:] + levels[:-1]) / 2).to(device)
 
 
 def _code(z: Tensor, width: int) -> Tensor:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, fields
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvfold.codecs.packing import packed_bytes
 from kvfold.codecs.rotation import hadamard
-from kvfold.kernels.position_bias import turned_rows
+from kvfold.kernels.channel_sums import less
 from kvfold.stores.base import Rotary
 from kvfold.stores.ragged import channel_dtype, position_dtype
 
@@ -55,7 +55,21 @@ class Frame:
 
     def tensors(self) -> dict[str, Tensor]:
         """By name, those that are there."""
-        return {name: value for name, value in vars(self).items() if value is not None}
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def of_heads(self, heads: slice) -> Frame:
+        """Of some KV heads only."""
+        chosen: dict[str, Any] = {name: value[:, heads] for name, value in self.tensors().items()}
+        return Frame(**{"key_turned": None, **chosen})
+
+    @cached_property
+    def grades(self) -> tuple[list[list[list[list[int]]]], list[list[list[int]]]]:
+        """`key_counts` and `value_bits` as lists: fetched from the device once."""
+        both = torch.cat([self.key_counts.long(), self.value_bits.long()[..., None]], -1)
+        rows = both.tolist()
+        counts = [[[grade[:-1] for grade in head] for head in row] for row in rows]
+        return counts, [[[grade[-1] for grade in head] for head in row] for row in rows]
 
     def select(self, rows: Tensor | int) -> Frame:
         """Of the given rows only; of an int without the first dimension."""
@@ -109,11 +123,13 @@ class GradedLayout:
         return heads * (frame + tables + 4 * (grades + 2))
 
 
-def normal_keys(keys: Tensor, frame: Frame, row: int, rotary: Rotary | None, shift: int) -> Tensor:
-    """Keys (kv_heads, tokens, key_dim) of one row in the frame's units: what the codebook codes, float32."""
-    z = keys.float()
-    if frame.key_turned is not None:
-        z = z - turned_rows(frame.key_turned[row].float(), require(rotary), keys.shape[1], shift)
+def normal_keys(
+    keys: Tensor, frame: Frame, row: int, rotary: Rotary | None, shift: int, span: slice | None = None
+) -> Tensor:
+    """Keys (kv_heads, tokens, key_dim) of one row in the frame's units, or those of a span: what the codebook codes, float32."""
+    turned = None if frame.key_turned is None else frame.key_turned[row]
+    span = slice(0, keys.shape[1]) if span is None else span
+    z = less(keys, span, turned, None if turned is None else require(rotary), shift)
     return (z - frame.key_mean[row][:, None].float()) / frame.key_deviation[row][:, None].float()
 
 

@@ -90,7 +90,7 @@ def cut(layout: GradedLayout, frame: Frame, buffers: Mapping[str, Tensor], block
     if len(layout.shifts) != len(layout.real_tokens) or len(buffers["counts"]) != len(layout.real_tokens):
         raise ValueError("counts, shifts and real_tokens disagree on the number of rows")
     cursor = Cursor({name: buffer for name, buffer in buffers.items() if name != "counts"})
-    key_counts, value_bits = frame.key_counts.tolist(), frame.value_bits.tolist()
+    key_counts, value_bits = frame.grades
     rows = []
     for row, counts in enumerate(buffers["counts"].tolist()):
         starts = dict(cursor.at)
@@ -184,7 +184,7 @@ def value_sections(dim: int, counts: list[list[int]], bits: list[list[int]]) -> 
 
 def sizes(layout: GradedLayout, frame: Frame, counts: list[list[int]], row: int) -> dict[str, list[int]]:
     """Elements of each piece of one row's buffers that one head and grade own, in the order they are stored in."""
-    channels, bits = frame.key_counts[row].tolist(), frame.value_bits[row].tolist()
+    channels, bits = frame.grades[0][row], frame.grades[1][row]
     heads = list(zip(counts, channels, bits, strict=True))
     keys = [
         count * packed_bytes(by_width[index], width)

@@ -228,7 +228,7 @@ class GradedStore(RaggedStore):
 
     def widths(self) -> list[dict[str, dict[int, int]]]:
         counts = self.buffers["counts"].tolist()
-        key_counts, value_bits = self.frame.key_counts.tolist(), self.frame.value_bits.tolist()
+        key_counts, value_bits = self.frame.grades
         result = []
         for head in range(self.kv_heads):
             values: dict[int, int] = {0: 0, 8: 0, 16: 0}
