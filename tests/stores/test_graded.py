@@ -82,14 +82,14 @@ def random_store(
     return store, grades, keys, values
 
 
-def exact(store, query, rows, scaling, softcap=None):
+def exact(store, query, rows, scaling, softcap=None, rotary=ROTARY):
     """float64 attention over the decoded content."""
     group = query.shape[1] // store.kv_heads
     output = torch.zeros(*query.shape[:3], store.value_dim, dtype=torch.float64)
     lse = torch.full(query.shape[:3], -torch.inf, dtype=torch.float64)
     for b in range(query.shape[0]):
         for h in range(query.shape[1]):
-            kept = store.kept(b if rows is None else int(rows[b]), h // group, ROTARY)
+            kept = store.kept(b if rows is None else int(rows[b]), h // group, rotary)
             if not len(kept.positions):
                 continue
             scores = query[b, h].double() @ kept.keys.double().T * scaling
@@ -100,12 +100,24 @@ def exact(store, query, rows, scaling, softcap=None):
     return output, lse
 
 
-def check(store, rows=None, queries=2, softcap=None):
+class ScaledRotary(HalfSplitRotary):
+    """As YaRN has it."""
+
+    scale = 1.3
+
+    def rotate(self, x, positions):
+        return super().rotate(x, positions) * self.scale
+
+    def unrotate(self, x, positions):
+        return super().unrotate(x, positions) / self.scale
+
+
+def check(store, rows=None, queries=2, softcap=None, rotary=ROTARY):
     batch = store.rows if rows is None else len(rows)
     generator = torch.Generator().manual_seed(1)
     query = torch.randn(batch, 2 * store.kv_heads, queries, store.key_dim, generator=generator)
-    output, lse = store.attend(query, rows, AttendContext(0.1, softcap, None, ROTARY))
-    expected, expected_lse = exact(store, query, rows, 0.1, softcap)
+    output, lse = store.attend(query, rows, AttendContext(0.1, softcap, None, rotary))
+    expected, expected_lse = exact(store, query, rows, 0.1, softcap, rotary)
     torch.testing.assert_close(lse.double(), expected_lse, atol=1e-4, rtol=1e-5)
     torch.testing.assert_close(output.double(), expected, atol=2e-4, rtol=1e-4)
 
@@ -145,6 +157,12 @@ def test_few_and_many_queries_and_softcap(queries):
     store, *_ = random_store(tokens=300)
     check(store, queries=queries)
     check(store, queries=queries, softcap=2.0)
+
+
+@pytest.mark.parametrize("queries", [1, 200])
+def test_rotary_with_a_factor_of_its_own(queries):
+    store, *_ = random_store(tokens=300)
+    check(store, queries=queries, rotary=ScaledRotary())
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -26,7 +26,7 @@ typedef struct {
     int64_t heads, queries, key_dim, value_dim, grades, widths, threads;
     int64_t visible, position_bytes, tail;
     int64_t frame_kind, scale_kind, exact_kind, states_kind;
-    double scaling, softcap; // softcap 0: none
+    double scaling, softcap, turn_scale; // softcap 0: none; turn_scale: RoPE's own factor, which key_turned lacks
     const void *query;       // (heads, queries, key_dim)
     const int64_t *width;    // (widths)
     const int32_t *counts;
@@ -170,6 +170,7 @@ static void prepare(const arguments *a, int64_t head, head_query *q) {
     numbers(a->key_mean, a->frame_kind, at, dim, mean);
     numbers(a->key_deviation, a->frame_kind, at, dim, deviation);
     if (a->key_turned) numbers(a->key_turned, a->frame_kind, at, dim, turned);
+    for (int64_t i = 0; a->key_turned && i < dim; i++) turned[i] *= (float)a->turn_scale;
     for (int64_t j = 0; j < a->queries; j++) {
         float *own = q->plain[j], *factors = q->factors[j];
         memset(own + dim, 0, LANES * sizeof *own);

@@ -35,7 +35,7 @@ class _Arguments(ctypes.Structure):
 
     _fields_ = (
         [(name, ctypes.c_int64) for name in _INTEGERS.split()]
-        + [("scaling", ctypes.c_double), ("softcap", ctypes.c_double)]
+        + [(name, ctypes.c_double) for name in ("scaling", "softcap", "turn_scale")]
         + [(name, ctypes.c_void_p) for name in _POINTERS.split()]
     )
 
@@ -156,6 +156,7 @@ class RowLoop:
         arguments.queries, arguments.threads, arguments.visible = queries, torch.get_num_threads(), visible
         arguments.states_kind, arguments.tail = kind, 0 if tail is None else tail[0].shape[1]
         arguments.scaling, arguments.softcap = scaling, softcap or 0.0
+        arguments.turn_scale = 1.0 if turns is None else turns.scale
         arguments.output, arguments.lse = output.data_ptr(), lse.data_ptr()
         for name, tensor in tensors.items():
             setattr(arguments, name, tensor.data_ptr())
