@@ -17,10 +17,11 @@ from kvfold.engine import Engine, generate, stream
 from kvfold.engine.step import FixedStep
 from kvfold.errors import KvfoldError, UnsupportedModelError
 from kvfold.hf import CACHE_KEYWORD, FoldedCache
-from tests.hf.test_methods import METHODS, SELECTIONS
+from tests.hf.test_methods import METHODS, READ_SOME, SELECTIONS
 from tests.tiny import ARCHITECTURES, left_pad, prompt, tiny_model
 
 NEW = 12
+EVERY = {**METHODS, **SELECTIONS, **READ_SOME}
 DRY = Engine(graph="dry")
 SHORT = Engine(graph="dry", reserve=5)
 ENGINES = pytest.mark.parametrize("engine", [Engine(), DRY, SHORT], ids=["auto", "dry", "short"])
@@ -279,7 +280,7 @@ WAITING = {"minicache", "shadowkv"}
 """Methods that choose on the host what to read: eager, with the reason."""
 
 
-@pytest.mark.parametrize("name", sorted({*METHODS, *SELECTIONS} - WAITING))
+@pytest.mark.parametrize("name", sorted(set(EVERY) - WAITING))
 def test_a_step_never_waits(name, monkeypatch):
     monkeypatch.setenv("KVFOLD_CPU_KERNEL", "0")  # the C loop is the CPU's own
     run, steps = FixedStep._run, 0
@@ -295,7 +296,7 @@ def test_a_step_never_waits(name, monkeypatch):
     monkeypatch.setattr(FixedStep, "_run", watched)
     ids, mask = left_pad(prompt(64, 2), [0, 9])
     options = dict(do_sample=True, top_k=5, temperature=0.8) if name < "q" else {}
-    method = {**METHODS, **SELECTIONS}[name]
+    method = EVERY[name]
     decoded(
         tiny_model("qwen2", num_hidden_layers=2),
         ids,
@@ -484,9 +485,9 @@ def test_graph_same_tokens(architecture):
         assert decoding.reason is None
 
 
-@pytest.mark.parametrize("name", {**METHODS, **SELECTIONS})
+@pytest.mark.parametrize("name", EVERY)
 def test_graph_every_store(name):
-    model, method = on_gpu("qwen2"), {**METHODS, **SELECTIONS}[name]
+    model, method = on_gpu("qwen2"), EVERY[name]
     ids = prompt(64, 2).cuda()
     reference = expected(model, ids, FoldedCache(method, prompt_tokens=64), max_new_tokens=30)
     decoding = stream(model, ids, method, max_new_tokens=30, do_sample=False)

@@ -90,6 +90,10 @@ SELECTIONS = {
     "attention-matching": AttentionMatching(keep=0.35, sinks=2, window=8, ridge=1e-2),
 }
 """They fold by the same code as a method above, so a few architectures will do."""
+READ_SOME = {
+    "xkv-sparse": XKV(keep=0.5, layers=2, sparse_budget=16, chunk=4, outlier_chunks=2, sinks=2, recent=2)
+}
+"""A query reads less than they keep, so that what they keep does not tell what attention gives."""
 REFUSED = {("kvsculpt", "deepseek_v3"), ("shadowkv", "deepseek_v3")}
 methods = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 

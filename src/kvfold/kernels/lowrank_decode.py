@@ -185,43 +185,49 @@ def attend(
     at = [query] * 5 if turns is None else [turns.partner, *turns[2:6]]
     banned = 0 if outliers is None else outliers.shape[1]
     width = min(128, max(16, _power(values.rank)))
+    blocks = -(-values.rank // width)
     length, pieces = min(tokens, piece), -(-tokens // piece)
     programs = (
         132 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count
     )
-    splits = max(1, programs // (sets * -(-values.rank // width)))
+    splits = max(1, programs // (sets * blocks))
     each = max(64, -(-length // splits // 64) * 64)
     splits = -(-length // each)
-    partial = query.new_empty(heads, pieces * splits, values.rank, dtype=torch.float32)
+    partial = query.new_empty(heads, pieces * splits, blocks * width, dtype=torch.float32)
     partial_lse = query.new_empty(heads, pieces * splits, dtype=torch.float32)
     logits = query.new_empty(heads, length, dtype=torch.float32)
-    decoded = _Scratch(keys, values, sets, length, direct=chosen is None)
+    scratch = _Scratch(keys, values, sets, length, chosen, chunk)
     for index in range(pieces):
         first, count = index * piece, min(piece, tokens - index * piece)
-        key_side, value_side = decoded.fill(first, count, chosen, chunk)
+        key_side, value_side = scratch.fill(first, count)
         kernels.logits[(-(-count // 64), kv_heads)](
             query, *key_side, basis, basis_scale, query if keys.mean is None else keys.mean, *at,
             query if chosen is None else chosen, query if outliers is None else outliers, logits,
-            length, count, first, start, 0 if chosen is None else chosen.shape[1], banned, scaling,
-            1.0 if turns is None else turns.scale, softcap or 0.0, RANK=keys.rank, GROUP=heads // kv_heads,
+            length, count, first, start, keys.rank, 0 if chosen is None else chosen.shape[1], banned, scaling,
+            1.0 if turns is None else turns.scale, softcap or 0.0, GROUP=heads // kv_heads,
             ROWS=_rows(heads // kv_heads), DIM=dim, DIM_UP=_power(dim), CHUNK=chunk, SETS=sets, FINE=FINE,
             GATHERED=chosen is not None, SCALED=keys.code is not None, BASIS_SCALED=keys.scales is not None,
             MEAN=keys.mean is not None, TURNED=turns is not None, CAPPED=softcap is not None, BLOCK=64, STEP=64,
             num_warps=8, num_stages=3,
         )  # fmt: skip
-        kernels.mix[(splits, -(-values.rank // width), sets)](
-            logits, *value_side, partial, partial_lse, length, count, each, pieces * splits, index * splits,
-            RANK=values.rank, HEADS=heads // sets, ROWS=_rows(heads // sets), WIDTH=width, SCALED=values.code is not None,
+        kernels.mix[(splits, blocks, sets)](
+            logits, *value_side, partial, partial_lse, length, count, each, pieces * splits, index * splits, blocks * width,
+            HEADS=heads // sets, ROWS=_rows(heads // sets), WIDTH=width, SCALED=values.code is not None,
             BLOCK=64, num_warps=4, num_stages=3,
         )  # fmt: skip
     output = query.new_empty(1, heads, 1, values.dim, dtype=torch.float32)
     lse = query.new_empty(1, heads, 1, dtype=torch.float32)
     coded = values.scales is not None
+    rebuilt = query.new_empty(heads, blocks, values.dim, dtype=torch.float32)
+    kernels.rebuild[(heads, blocks)](
+        partial, partial_lse, values.basis, values.scales if coded else query, rebuilt, pieces * splits, blocks, values.rank,
+        blocks * width, _step(values.dim) if coded else 1.0, GROUP=heads // kv_heads, VALUE=values.dim, VALUE_UP=_power(values.dim),
+        SPLITS_UP=_power(pieces * splits), CODED=coded, BLOCK=width, num_warps=8,
+    )  # fmt: skip
     kernels.finish[(heads,)](
-        partial, partial_lse, values.basis, values.scales if coded else query, _rotation(values.dim, device) if coded else query,
-        query if values.mean is None else values.mean, output, lse, pieces * splits, _step(values.dim) if coded else 1.0,
-        RANK=values.rank, GROUP=heads // kv_heads, VALUE=values.dim, VALUE_UP=_power(values.dim),
-        SPLITS_UP=_power(pieces * splits), CODED=coded, MEAN=values.mean is not None, BLOCK=32, num_warps=4,
+        rebuilt, partial_lse, _rotation(values.dim, device) if coded else query, query if values.mean is None else values.mean,
+        output, lse, pieces * splits, blocks, GROUP=heads // kv_heads, VALUE=values.dim, VALUE_UP=_power(values.dim),
+        SPLITS_UP=_power(pieces * splits), BLOCKS_UP=_power(blocks), CODED=coded, MEAN=values.mean is not None, num_warps=4,
     )  # fmt: skip
     return output, lse
 
@@ -229,41 +235,53 @@ def attend(
 class _Scratch:
     """Decoded token factors of one piece: rows of numbers, each beside the factor on it."""
 
-    def __init__(self, keys: Factors, values: Factors, sets: int, length: int, direct: bool):
-        self.sides, self.sets, self.length = (keys, values), sets, length
+    def __init__(
+        self, keys: Factors, values: Factors, sets: int, length: int, chosen: Tensor | None, chunk: int
+    ):
+        self.sides, self.sets, self.length, self.chosen, self.chunk = (
+            (keys, values),
+            sets,
+            length,
+            chosen,
+            chunk,
+        )
         # 16-bit factors that are read in order are read where they lie.
-        self.direct = [direct and side.code is None for side in self.sides]
+        self.there = [chosen is None and side.code is None for side in self.sides]
         self.rows = [
             side.factors
-            if as_it_is
+            if there
             else side.factors.new_empty(sets, length, -(-side.rank // 16) * 16, dtype=side.scratch)
-            for side, as_it_is in zip(self.sides, self.direct, strict=True)
+            for side, there in zip(self.sides, self.there, strict=True)
         ]
         self.scales = keys.factors.new_empty(2, sets, length, dtype=torch.float32)
 
-    def fill(
-        self, first: int, count: int, chosen: Tensor | None, chunk: int
-    ) -> tuple[tuple[Tensor, Tensor, int], tuple[Tensor, Tensor, int]]:
+    def fill(self, first: int, count: int) -> list[tuple[Tensor, Tensor, int]]:
         """For keys and for values: rows, factors on them, and numbers from one row to the next."""
-        kernels, found = _kernels(), []
-        for side, as_it_is, rows, scales in zip(self.sides, self.direct, self.rows, self.scales, strict=True):
-            if as_it_is:
-                found.append((rows[first:], scales, side.rank))
-                continue
-            coded = side.code is not None
+        if all(self.there):
+            return [(rows[first:], rows, rows.shape[1]) for rows in self.rows]
+        arguments: list[Any] = []
+        options: dict[str, Any] = {}
+        for prefix, side, rows, scales, there in zip(
+            ("", "VALUE_"), self.sides, self.rows, self.scales, self.there, strict=True
+        ):
+            channels, levels, planes, norms = rows, rows, 0, rows
             if side.code is not None and side.norms is not None:
                 facts = table((side.code,), rows.device)
                 channels, levels, planes, norms = facts.channels, facts.levels, facts.planes, side.norms
-            else:
-                channels, levels, planes, norms = rows, rows, 0, rows
-            kernels.unpack[(-(-count // 16), self.sets)](
-                side.factors, norms, channels, levels, rows if chosen is None else chosen, rows, scales, self.length, count,
-                first, side.factors.shape[1], norms.shape[-1], rows.shape[2], 0 if chosen is None else chosen.shape[1],
-                RANK=side.rank, SIZE=channels.shape[-1], PLANES=planes, CHUNK=chunk, GATHERED=chosen is not None,
-                CODED=coded, BLOCK=16, STEP=128, num_warps=4,
-            )  # fmt: skip
-            found.append((rows, scales, rows.shape[2]))
-        return found[0], found[1]
+            arguments += [side.factors, norms, channels, levels, rows, scales]
+            arguments += [side.rank, side.factors.shape[1], norms.shape[-1], rows.shape[-1]]
+            options |= {f"{prefix}SIZE": channels.shape[-1] if planes else 0, f"{prefix}PLANES": planes}
+            options |= {f"{prefix}CODED": side.code is not None, f"{prefix}DONE": there}
+        chosen = self.chosen
+        _kernels().unpack[(-(-count // 16), self.sets, 2)](
+            *arguments, self.rows[0] if chosen is None else chosen, self.length, count, first,
+            0 if chosen is None else chosen.shape[1], CHUNK=self.chunk, GATHERED=chosen is not None, BLOCK=16, STEP=128,
+            num_warps=4, **options,
+        )  # fmt: skip
+        return [
+            (rows[first:] if there else rows, scales, rows.shape[-1])
+            for rows, scales, there in zip(self.rows, self.scales, self.there, strict=True)
+        ]
 
 
 def _key_basis(keys: Factors) -> tuple[Tensor, Tensor]:

@@ -128,9 +128,9 @@ def _token(chosen, own, row, first, selected, CHUNK: tl.constexpr, GATHERED: tl.
 
 
 @triton.jit
-def unpack(
-    factors, norms, facts, levels, chosen, rows, scales, length, count, first, nbytes, groups, stride, selected,
-    RANK: tl.constexpr, SIZE: tl.constexpr, PLANES: tl.constexpr, CHUNK: tl.constexpr, GATHERED: tl.constexpr,
+def _unpack(
+    factors, norms, facts, levels, rows, scales, rank, nbytes, groups, stride, chosen, length, count, first, selected,
+    SIZE: tl.constexpr, PLANES: tl.constexpr, CHUNK: tl.constexpr, GATHERED: tl.constexpr,
     CODED: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Decode some tokens' factors, each divided by its largest norm; padding of a row is zero."""
@@ -146,7 +146,7 @@ def unpack(
         tl.store(scales + line, most, mask=row < count)
     for begin in range(0, stride, STEP):
         channel = begin + tl.arange(0, STEP)
-        real = channel < RANK
+        real = channel < rank
         if CODED:
             code = tl.load(facts + _LEVELS * SIZE + channel, mask=real, other=0)[None, :] + tl.zeros(
                 [BLOCK, 1], tl.int32
@@ -164,7 +164,7 @@ def unpack(
             x = tl.where(real[None, :], x, 0.0)
         else:
             x = tl.load(
-                factors + token[:, None] * RANK + channel[None, :],
+                factors + token[:, None] * rank + channel[None, :],
                 mask=real[None, :] & (row < count)[:, None],
                 other=0.0,
             )
@@ -173,6 +173,31 @@ def unpack(
             x.to(rows.dtype.element_ty),
             mask=(row < count)[:, None] & (channel < stride)[None, :],
         )
+
+
+@triton.jit
+def unpack(
+    factors, norms, facts, levels, rows, scales, rank, nbytes, groups, stride,
+    value_factors, value_norms, value_facts, value_levels, value_rows, value_scales, value_rank, value_nbytes, value_groups,
+    value_stride, chosen, length, count, first, selected,
+    SIZE: tl.constexpr, PLANES: tl.constexpr, CODED: tl.constexpr, DONE: tl.constexpr, VALUE_SIZE: tl.constexpr,
+    VALUE_PLANES: tl.constexpr, VALUE_CODED: tl.constexpr, VALUE_DONE: tl.constexpr, CHUNK: tl.constexpr,
+    GATHERED: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """`_unpack` keys' factors and values', but for those that are read where they lie."""
+    if tl.program_id(2) == 0:
+        if not DONE:
+            _unpack(
+                factors, norms, facts, levels, rows, scales, rank, nbytes, groups, stride, chosen, length, count, first,
+                selected, SIZE, PLANES, CHUNK, GATHERED, CODED, BLOCK, STEP,
+            )  # fmt: skip
+    else:
+        if not VALUE_DONE:
+            _unpack(
+                value_factors, value_norms, value_facts, value_levels, value_rows, value_scales, value_rank, value_nbytes,
+                value_groups, value_stride, chosen, length, count, first, selected, VALUE_SIZE, VALUE_PLANES, CHUNK,
+                GATHERED, VALUE_CODED, BLOCK, STEP,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -218,8 +243,8 @@ def _halves(x):
 @triton.jit
 def logits(
     query, rows, scales, stride, basis, basis_scale, mean, partner, coarse_cos, coarse_sin, fine_cos, fine_sin,
-    chosen, outliers, out, length, count, first, start, selected, banned, scaling, turn_scale, softcap,
-    RANK: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_UP: tl.constexpr,
+    chosen, outliers, out, length, count, first, start, rank, selected, banned, scaling, turn_scale, softcap,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_UP: tl.constexpr,
     CHUNK: tl.constexpr, SETS: tl.constexpr, FINE: tl.constexpr, GATHERED: tl.constexpr, SCALED: tl.constexpr,
     BASIS_SCALED: tl.constexpr, MEAN: tl.constexpr, TURNED: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
     STEP: tl.constexpr,
@@ -233,16 +258,16 @@ def logits(
     line = own * length + row
     inside, wide = row < count, dims < DIM
     keys = tl.zeros([BLOCK, DIM_UP], tl.float32)
-    for begin in range(0, RANK, STEP):
+    for begin in range(0, rank, STEP):
         component = begin + components
         a = tl.load(
             rows + line[:, None] * stride + component[None, :],
-            mask=inside[:, None] & (component < RANK)[None, :],
+            mask=inside[:, None] & (component < stride)[None, :],
             other=0.0,
         )
         b = tl.load(
-            basis + (head * RANK + component[:, None]) * DIM + dims[None, :],
-            mask=(component < RANK)[:, None] & wide[None, :],
+            basis + (head * rank + component[:, None]) * DIM + dims[None, :],
+            mask=(component < rank)[:, None] & wide[None, :],
             other=0.0,
         )
         keys = tl.dot(a, b, keys)
@@ -297,8 +322,8 @@ def logits(
 
 @triton.jit
 def mix(
-    logits, rows, scales, stride, partial, partial_lse, length, count, each, splits, first_split,
-    RANK: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, SCALED: tl.constexpr,
+    logits, rows, scales, stride, partial, partial_lse, length, count, each, splits, first_split, padded,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, SCALED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Softmax over one split of a piece, and its mixture of value factors."""
@@ -328,7 +353,7 @@ def mix(
         peak = top
         states = tl.load(
             rows + (own * length + row[:, None]) * stride + component[None, :],
-            mask=inside[:, None] & (component < RANK)[None, :],
+            mask=inside[:, None] & (component < stride)[None, :],
             other=0.0,
         )
         mixed *= shrink[:, None]
@@ -342,53 +367,61 @@ def mix(
     mixed = mixed / tl.where(empty, 1.0, total)[:, None]
     lse = tl.where(empty, float("-inf"), peak + tl.log(tl.where(empty, 1.0, total)))
     place = line * splits + first_split + split
-    tl.store(
-        partial + place[:, None] * RANK + component[None, :],
-        mixed,
-        mask=(m < HEADS)[:, None] & (component < RANK)[None, :],
-    )
+    tl.store(partial + place[:, None] * padded + component[None, :], mixed, mask=(m < HEADS)[:, None])
     if part == 0:
         tl.store(partial_lse + place, lse, mask=m < HEADS)
 
 
 @triton.jit
-def finish(
-    partial, partial_lse, basis, scales, rotation, mean, output, lse, splits, step,
-    RANK: tl.constexpr, GROUP: tl.constexpr, VALUE: tl.constexpr, VALUE_UP: tl.constexpr, SPLITS_UP: tl.constexpr,
-    CODED: tl.constexpr, MEAN: tl.constexpr, BLOCK: tl.constexpr,
+def rebuild(
+    partial, partial_lse, basis, scales, output, splits, blocks, rank, padded, step,
+    GROUP: tl.constexpr, VALUE: tl.constexpr, VALUE_UP: tl.constexpr, SPLITS_UP: tl.constexpr, CODED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Merge one head's splits by their log-sum-exp and take the mixture to its basis."""
+    """Merge one head's splits by their log-sum-exp; what some components of the mixture are in its basis."""
+    head, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    split, dims = tl.arange(0, SPLITS_UP), tl.arange(0, VALUE_UP)
+    component = part * BLOCK + tl.arange(0, BLOCK)
+    real, wide = component < rank, dims < VALUE
+    logs = tl.load(partial_lse + head * splits + split, mask=split < splits, other=float("-inf"))
+    top = tl.max(logs, 0)
+    weights = tl.exp(logs - tl.where(top == float("-inf"), 0.0, top))
+    total = tl.sum(weights, 0)
+    states = tl.load(
+        partial + (head * splits + split[:, None]) * padded + component[None, :],
+        mask=split[:, None] < splits,
+        other=0.0,
+    )
+    mixed = tl.sum(states * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    line = head // GROUP * rank + component
+    inside = real[:, None] & wide[None, :]
+    rows = tl.load(basis + line[:, None] * VALUE + dims[None, :], mask=inside, other=0).to(tl.float32)
+    if CODED:
+        mixed *= tl.load(scales + line, mask=real, other=0.0).to(tl.float32) * step
+        rows = tl.where(inside, rows - 127.5, 0.0)
+    tl.store(output + (head * blocks + part) * VALUE + dims, tl.sum(mixed[:, None] * rows, 0), mask=wide)
+
+
+@triton.jit
+def finish(
+    parts, partial_lse, rotation, mean, output, lse, splits, blocks,
+    GROUP: tl.constexpr, VALUE: tl.constexpr, VALUE_UP: tl.constexpr, SPLITS_UP: tl.constexpr, BLOCKS_UP: tl.constexpr,
+    CODED: tl.constexpr, MEAN: tl.constexpr,
+):  # fmt: skip
+    """Add up one head's components, turn them back, and add the mean."""
     head = tl.program_id(0).to(tl.int64)
-    kv_head = head // GROUP
-    split, dims, block = tl.arange(0, SPLITS_UP), tl.arange(0, VALUE_UP), tl.arange(0, BLOCK)
+    split, dims, part = tl.arange(0, SPLITS_UP), tl.arange(0, VALUE_UP), tl.arange(0, BLOCKS_UP)
     wide = dims < VALUE
     logs = tl.load(partial_lse + head * splits + split, mask=split < splits, other=float("-inf"))
     top = tl.max(logs, 0)
     safe = tl.where(top == float("-inf"), 0.0, top)
-    weights = tl.exp(logs - safe)
-    total = tl.sum(weights, 0)
-    known = tl.where(total == 0.0, 1.0, total)
-    weights = weights / known
-    found = tl.zeros([VALUE_UP], tl.float32)
-    for begin in range(0, RANK, BLOCK):
-        component = begin + block
-        states = tl.load(
-            partial + (head * splits + split[:, None]) * RANK + component[None, :],
-            mask=(split < splits)[:, None] & (component < RANK)[None, :],
-            other=0.0,
-        )
-        mixed = tl.sum(states * weights[:, None], 0)
-        line = kv_head * RANK + component
-        inside = (component < RANK)[:, None] & wide[None, :]
-        if CODED:
-            code = tl.load(basis + line[:, None] * VALUE + dims[None, :], mask=inside, other=0)
-            mixed *= tl.load(scales + line, mask=component < RANK, other=0.0).to(tl.float32) * step
-            rows = tl.where(inside, code.to(tl.float32) - 127.5, 0.0)
-        else:
-            rows = tl.load(basis + line[:, None] * VALUE + dims[None, :], mask=inside, other=0.0).to(
-                tl.float32
-            )
-        found += tl.sum(mixed[:, None] * rows, 0)
+    total = tl.sum(tl.exp(logs - safe), 0)
+    found = tl.load(
+        parts + (head * blocks + part[:, None]) * VALUE + dims[None, :],
+        mask=(part < blocks)[:, None] & wide[None, :],
+        other=0.0,
+    )
+    found = tl.sum(found, 0)
     if CODED:
         inner = tl.arange(0, VALUE_UP)
         turn = tl.load(
@@ -398,7 +431,9 @@ def finish(
         )
         found = tl.sum(turn * found[:, None], 0)
     if MEAN:
-        found += tl.load(mean + kv_head * VALUE + dims, mask=wide, other=0.0).to(tl.float32)
+        found += tl.load(mean + head // GROUP * VALUE + dims, mask=wide, other=0.0).to(tl.float32)
     found = tl.where(total == 0.0, 0.0, found)
     tl.store(output + head * VALUE + dims, found, mask=wide)
-    tl.store(lse + head, tl.where(total == 0.0, float("-inf"), safe + tl.log(known)))
+    tl.store(
+        lse + head, tl.where(total == 0.0, float("-inf"), safe + tl.log(tl.where(total == 0.0, 1.0, total)))
+    )

@@ -382,7 +382,14 @@ class LowRankStore(Store):
         parts = self._rows[row]
         index = torch.arange(len(parts["key_factors"]), device=parts["key_factors"].device)
         if wanted is not None:
-            index = self._tokens_of(wanted.any(0).nonzero().flatten())
+            # One query wants as many as any: which they are is told without waiting for the device.
+            one = len(wanted) == 1
+            some = (
+                wanted[0].byte().topk(self.layout.selected).indices
+                if one
+                else wanted.any(0).nonzero().flatten()
+            )
+            index = self._tokens_of(some)
         yield from index.split(self.tile) if len(index) else (index,)
 
     # ---- a decode step on a GPU ----
