@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 MAX_DIM = 256
 """Channels that the kernel takes."""
-AT_A_TIME = 2048
+AT_A_TIME = 1024
 """Tokens of which there is a float32 copy."""
 
 
@@ -77,7 +77,7 @@ def channel_sums(
     return total, squares
 
 
-def less(x: Tensor, span: slice, constant: Tensor | None, rotary: Rotary | None, shift: int) -> Tensor:
+def less(x: Tensor, span: slice | Tensor, constant: Tensor | None, rotary: Rotary | None, shift: int) -> Tensor:
     """Some tokens of x less the constant (see `channel_sums`), float32."""
     part = x[:, span].float()
     if constant is None:

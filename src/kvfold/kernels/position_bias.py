@@ -117,7 +117,9 @@ def fine_rows(vector: Tensor, t: Turns) -> tuple[Tensor, Tensor]:
     return near, near[..., t.partner]
 
 
-def turned_rows(vector: Tensor, rotary: Rotary, tokens: int, shift: int, span: slice | None = None) -> Tensor:
+def turned_rows(
+    vector: Tensor, rotary: Rotary, tokens: int, shift: int, span: slice | Tensor | None = None
+) -> Tensor:
     """The constant at every position.
 
     Parameters
@@ -127,7 +129,7 @@ def turned_rows(vector: Tensor, rotary: Rotary, tokens: int, shift: int, span: s
     tokens : int
     shift : int
         RoPE position of index 0.
-    span : slice, optional
+    span : slice or (n,) int64, optional
         Only these indices.
 
     Returns
@@ -135,8 +137,12 @@ def turned_rows(vector: Tensor, rotary: Rotary, tokens: int, shift: int, span: s
     (kv_heads, tokens of the span, key_dim) float32
     """
     heads, dim = vector.shape
-    start, stop = (0, tokens) if span is None else (span.start, span.stop)
     t = turns(rotary, dim, tokens, shift, vector.device)
+    if isinstance(span, Tensor):
+        near, crossed = (part[:, span % FINE] for part in fine_rows(vector, t))
+        far = span // FINE
+        return torch.mul(near, t.coarse_cos[far]).addcmul_(crossed, t.coarse_sin[far])
+    start, stop = (0, tokens) if span is None else (span.start, span.stop)
     coarse = slice(start // FINE, max(-(-stop // FINE), 1))
     first = coarse.start * FINE
     near, crossed = (part[:, None, : max(stop - first, 1)] for part in fine_rows(vector, t))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from kvfold.codecs.affine import quantise
 from kvfold.codecs.codebook import common_levels
 from kvfold.codecs.codebook import encode as nearest
 from kvfold.kernels import graded
-from kvfold.kernels.channel_sums import spans
+from kvfold.kernels.channel_sums import AT_A_TIME
 from kvfold.kernels.position_bias import turns
 from kvfold.stores.base import Rotary
 from kvfold.stores.graded.frame import (
@@ -101,7 +101,8 @@ def _encode_row(
         places = buffers["positions"], [len(one) for one in index], [len(pieces[0]) for pieces in split]
         _by_kernels(keys, values, sections, empty, places, layout, frame, row, rotary, into)
     else:
-        _plainly(keys, values, sections, [pieces[0] for pieces in split], layout, frame, row, rotary, into)
+        chosen = [pieces[0] for pieces in split]
+        _plainly(keys, values, sections, chosen, host_counts, layout, frame, row, rotary, into)
     return buffers
 
 
@@ -110,32 +111,35 @@ def _plainly(
     values: Tensor,
     sections: tuple[list[Section], list[Section]],
     coded: list[Tensor],
+    counts: list[list[int]],
     layout: GradedLayout,
     frame: Frame,
     row: int,
     rotary: Rotary | None,
     into: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """Write codes and magnitudes, head by head."""
-    pieces = [one.split([section.nbytes for section in own]) for one, own in zip(into, sections)]
+    """Write codes and magnitudes, some tokens of a head and a grade at a time."""
+    pieces: dict[tuple[int, int], list[tuple[bool, Section, Tensor]]] = {}
+    for of_keys, own, codes in zip((True, False), sections, into):
+        for section, piece in zip(own, codes.split([section.nbytes for section in own]), strict=True):
+            pieces.setdefault((section.head, section.start), []).append((of_keys, section, piece))
     sizes = into[2].split([len(one) for one in coded])
     for head, index in enumerate(coded):
-        one, own = slice(head, head + 1), frame.of_heads(slice(head, head + 1))
-        z = keys.new_empty(len(index), layout.key_dim, dtype=torch.float32)
-        for span in spans(keys.shape[1]):
-            inside = (index >= span.start) & (index < span.stop)
-            normal = normal_keys(keys[one], own, row, rotary, layout.shifts[row], span)[0]
-            z[inside] = normal[index[inside] - span.start]
-        w, magnitudes = normal_values(values[one, index], own, row)
-        sizes[head].copy_(magnitudes[0])
-        order = frame.order[row, head].long()
-        for section, piece in zip(sections[0], pieces[0], strict=True):
-            if section.head == head:
-                channels = order[section.column : section.column + section.channels]
-                piece.copy_(_code(z[section.start : section.stop, channels], section.width))
-        for section, piece in zip(sections[1], pieces[1], strict=True):
-            if section.head == head:
-                piece.copy_(_code(w[0, section.start : section.stop], section.width))
+        one = slice(head, head + 1)
+        frame_of_head, order = frame.of_heads(one), frame.order[row, head].long()
+        ends = list(accumulate(counts[head][:-2], initial=0))
+        for first, stop in pairwise(ends):
+            for begin in range(first, stop, AT_A_TIME):
+                end = min(begin + AT_A_TIME, stop)
+                some = index[begin:end]
+                z = normal_keys(keys[one], frame_of_head, row, rotary, layout.shifts[row], some)[0]
+                w, sizes[head][begin:end] = (
+                    part[0] for part in normal_values(values[one, some], frame_of_head, row)
+                )
+                for of_keys, section, piece in pieces.get((head, first), ()):
+                    channels = order[section.column : section.column + section.channels]
+                    packed = _code(z[:, channels] if of_keys else w, section.width)
+                    piece[(begin - first) * section.row_bytes : (end - first) * section.row_bytes] = packed
 
 
 def _by_kernels(

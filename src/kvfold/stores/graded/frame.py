@@ -124,9 +124,9 @@ class GradedLayout:
 
 
 def normal_keys(
-    keys: Tensor, frame: Frame, row: int, rotary: Rotary | None, shift: int, span: slice | None = None
+    keys: Tensor, frame: Frame, row: int, rotary: Rotary | None, shift: int, span: slice | Tensor | None = None
 ) -> Tensor:
-    """Keys (kv_heads, tokens, key_dim) of one row in the frame's units, or those of a span: what the codebook codes, float32."""
+    """Keys (kv_heads, tokens, key_dim) of one row in the frame's units, or some of them: what the codebook codes, float32."""
     turned = None if frame.key_turned is None else frame.key_turned[row]
     span = slice(0, keys.shape[1]) if span is None else span
     z = less(keys, span, turned, None if turned is None else require(rotary), shift)
