@@ -20,6 +20,7 @@ CASES = {
     "causal, ragged": (2, 6, 2, 150, 150, 32, True, (0, 37), None, False, False),
     "a later chunk beside others": (1, 2, 2, 40, 140, 48, True, (0,), None, True, True),
     "capped, padded": (2, 4, 1, 33, 90, 16, True, (50, 3), 4.0, False, False),
+    "few queries, parts of the tokens": (1, 4, 2, 5, 1300, 16, True, (700,), None, True, True),
     "wide": (1, 2, 1, 66, 66, 160, True, (5,), None, False, True),
 }
 

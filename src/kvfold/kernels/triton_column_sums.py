@@ -15,6 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 LOG2_E = tl.constexpr(1 / math.log(2))
+PROGRAMS = 256
+"""Programs to aim at where queries are few: each then takes a part of the tokens."""
 
 
 @triton.jit
@@ -40,7 +42,9 @@ def _row_lse(
     kv_head = head // group
     at, channel, token = block * QUERIES + tl.arange(0, QUERIES), tl.arange(0, DIM), tl.arange(0, TOKENS)
     inside, known = at < queries, channel < dim
-    stop = tokens
+    part = tl.cdiv(tokens, TOKENS * tl.num_programs(2)) * TOKENS
+    begin = tl.program_id(2) * part
+    stop = tl.minimum(tokens, begin + part)
     if LAST:
         final = tl.load(last + row * queries + at, mask=inside, other=-1)
         stop = tl.minimum(stop, tl.max(final, 0) + 1)
@@ -51,7 +55,7 @@ def _row_lse(
     keys = key + row * key_row + kv_head * key_head
     peak = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
-    for start in range(0, stop, TOKENS):
+    for start in range(begin, stop, TOKENS):
         place = start + token
         here = place < tokens
         k = tl.load(
@@ -71,7 +75,8 @@ def _row_lse(
         total = total * tl.exp2(peak - safe) + tl.sum(tl.exp2(scores - safe[:, None]), 1)
         peak = higher
     result = peak + tl.log2(tl.where(total > 0, total, 1.0))
-    tl.store(lse + (row * heads + head) * queries + at, result, mask=inside)
+    line = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    tl.store(lse + line * queries + at, result, mask=inside)
 
 
 @triton.jit
@@ -133,7 +138,6 @@ def column_sums(
     batch, heads, queries, dim = query.shape
     kv_heads, tokens = key.shape[1:3]
     query, key = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key))
-    lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=query.device)
     sums = torch.empty(batch, kv_heads, tokens, dtype=torch.float32, device=query.device)
     if valid is not None:
         valid = valid.expand(batch, kv_heads, tokens).to(torch.uint8).contiguous()
@@ -151,10 +155,15 @@ def column_sums(
         begins = torch.arange(0, tokens, columns, dtype=torch.int32, device=key.device).expand(batch, -1)
         final = last
         firsts = torch.searchsorted(last.cummax(1).values, begins.contiguous(), out_int32=True)
-    _row_lse[(triton.cdiv(queries, rows), batch * heads)](
+    programs = triton.cdiv(queries, rows) * batch * heads
+    parts = max(1, min(PROGRAMS // programs, tokens // (4 * columns)))
+    lse = torch.empty(parts, batch, heads, queries, dtype=torch.float32, device=query.device)
+    _row_lse[(triton.cdiv(queries, rows), batch * heads, parts)](
         query, key, seen, final, lse, scaling, softcap, *shape, *strides,
         QUERIES=rows, TOKENS=columns // 2, **options, num_warps=warps, num_stages=3,
     )  # fmt: skip
+    # In base 2, unlike torch's sum.
+    lse = lse[0] if parts == 1 else torch.logsumexp(lse / LOG2_E.value, 0) * LOG2_E.value
     if other_lse is not None:
         lse = torch.logaddexp2(lse, other_lse.float() * LOG2_E.value)
     # A query that sees nothing gives nothing.

@@ -6,7 +6,9 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvfold.codecs.packing import packed_bytes
@@ -84,30 +86,19 @@ def table(codes: tuple[RotatedCode, ...], device: torch.device) -> Table:
     kept: list[Tensor] = []
     books: list[Tensor] = []
     places: dict[tuple[int, int, bool], int] = {}
-    channels = torch.zeros(len(codes), ROWS, size, dtype=torch.int32)
-    channels[:, GROUP], channels[:, PLANE:] = -1, ABSENT
-    rotations = torch.zeros(len(codes), size, dtype=torch.int64)
+    channels = np.stack([_facts(code.groups, size) for code in codes])
+    rotations = np.zeros((len(codes), size), dtype=np.int64)
     for head, code in enumerate(codes):
-        start = byte = 0
-        for group, ((width, count), tensors) in enumerate(zip(code.groups, code.tables(device), strict=True)):
+        start = 0
+        for (width, count), tensors in zip(code.groups, code.tables(device), strict=True):
             rotation, own = (tensor.contiguous() for tensor in tensors)
             kept.append(rotation)
             book = width, count, len(code.groups) > 1
             if book not in places:
                 places[book] = sum(levels.numel() for levels in books)
                 books.append(own)
-            mine = channels[head, :, start : start + count]
-            for row, fact in zip(
-                (GROUP, START, CHANNELS, WIDTH, LEVELS), (group, start, count, width, places[book])
-            ):
-                mine[row] = fact
+            channels[head, LEVELS, start : start + count] = places[book]
             rotations[head, start : start + count] = rotation.data_ptr()
-            index, low = torch.arange(count, dtype=torch.int32), 0
-            for plane in _PLANES_OF[width]:
-                size_of = packed_bytes(count, plane)
-                up = index // size_of * plane
-                mine[PLANE + PLANES.index(plane)] = (byte + index % size_of) << 8 | up << 4 | low
-                byte, low = byte + size_of, low + plane
             start += count
     heads = [
         [len(code.groups) for code in codes],
@@ -117,8 +108,8 @@ def table(codes: tuple[RotatedCode, ...], device: torch.device) -> Table:
     ]
     widths = [width for code in codes for width, _ in code.groups]
     return Table(
-        _sent(channels, device),
-        _sent(rotations, device),
+        _sent(torch.from_numpy(channels), device),
+        _sent(torch.from_numpy(rotations), device),
         torch.cat(books),
         _sent(torch.tensor(heads, dtype=torch.int32), device),
         planes=sum(plane for plane in PLANES if any(width & plane for width in widths)),
@@ -128,6 +119,25 @@ def table(codes: tuple[RotatedCode, ...], device: torch.device) -> Table:
         most_bytes=max(code.nbytes for code in codes),
         kept=kept,
     )
+
+
+@lru_cache(maxsize=1024)
+def _facts(groups: tuple[tuple[int, int], ...], size: int) -> NDArray[np.int32]:
+    """`Table.channels` of one head, but for the row LEVELS."""
+    facts = np.zeros((ROWS, size), dtype=np.int32)
+    facts[GROUP], facts[PLANE:] = -1, ABSENT
+    start = byte = 0
+    for group, (width, count) in enumerate(groups):
+        mine = facts[:, start : start + count]
+        mine[[GROUP, START, CHANNELS, WIDTH]] = np.array([[group], [start], [count], [width]])
+        index, low = np.arange(count, dtype=np.int32), 0
+        for plane in _PLANES_OF[width]:
+            size_of = packed_bytes(count, plane)
+            up = index // size_of * plane
+            mine[PLANE + PLANES.index(plane)] = (byte + index % size_of) << 8 | up << 4 | low
+            byte, low = byte + size_of, low + plane
+        start += count
+    return facts
 
 
 def _sent(tensor: Tensor, device: torch.device) -> Tensor:
