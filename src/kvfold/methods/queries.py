@@ -41,6 +41,8 @@ class Training:
         Logical index of each.
     scaling : float
     softcap : float or None
+    window : int
+        Newest tokens, of which some queries may not see all.
     """
 
     queries: Tensor
@@ -53,10 +55,13 @@ class Training:
     positions: Tensor
     scaling: float
     softcap: float | None
+    window: int
 
     def logits(self, tokens: slice | Tensor) -> Tensor:
         """Logits (queries, n) of some tokens: scaled, capped, -inf where the query may not look."""
-        scores = soft_cap(self.queries @ self.keys[tokens].t() * self.scaling, self.softcap)
+        scores = soft_cap((self.queries * self.scaling) @ self.keys[tokens].t(), self.softcap)
+        if isinstance(tokens, slice) and tokens.indices(len(self.keys))[1] <= len(self.keys) - self.window:
+            return scores  # all see them: no pass over so many numbers
         return scores.masked_fill_(self.positions[tokens] > self.last[:, None], -torch.inf)
 
     def attend(self) -> Part:
@@ -151,4 +156,5 @@ def training(view: LayerView, row: int, head: int, source: Source, window: int, 
         positions,
         view.scaling,
         view.softcap,
+        count,
     )
