@@ -11,9 +11,6 @@ from torch import Tensor
 
 from kvfold.kernels import dense_decode
 
-TRIED, ROUNDS = 64, 6
-"""On a GPU: prices tried at once, and how often; 64^6 steps between the extremes are finer than float32."""
-
 
 def allocate_at_one_price(distortion: Tensor, cost: Tensor, budget: int | Tensor, steps: int = 40) -> Tensor:
     """Choices whose total cost is the most that fits the budget at one common price.
@@ -97,26 +94,11 @@ def _on_gpu(distortion: Tensor, cost: Tensor, budget: int | Tensor) -> Tensor:
     """As `allocate_at_one_price`, many prices at a time, and without a word to the host."""
     from kvfold.kernels import triton_price
 
-    largest = distortion.amax()
-    smallest = torch.where(distortion > 0, distortion, torch.inf).amin()
-    low = smallest.double().log() - cost.max().clamp_min(1).log() - 1
-    high = largest.double().log() + 1
-    for _ in range(ROUNDS):
-        prices = low + (high - low) * _steps(distortion.device)
-        taken = triton_price.taken(distortion, cost, prices.exp().float())
-        # Costs fall as prices rise: the first price that fits, and the one before it.
-        fits = (taken > budget).sum().clamp_max(TRIED - 1)
-        low, high = prices.index_select(0, torch.stack([(fits - 1).clamp_min(0), fits]))
-    cheap, dear = triton_price.choices(distortion, cost, torch.stack([high, low]).exp().float()).long()
+    have = torch.zeros((), dtype=torch.float64, device=distortion.device) + budget
+    cheap, dear = triton_price.around(distortion, cost, have)
     spent, dearer = cost.gather(1, cheap), cost.gather(1, dear)
     extra = (dearer - spent).clamp_min(0).flatten().cumsum(0).view_as(spent)
-    choice = torch.where(extra <= budget - spent.sum(), dear, cheap)
-    return torch.where(largest > 0, choice, 0)
-
-
-@cache
-def _steps(device: torch.device) -> Tensor:
-    return torch.linspace(0, 1, TRIED, dtype=torch.float64, device=device)
+    return torch.where(extra <= have - spent.sum(), dear, cheap)
 
 
 @cache

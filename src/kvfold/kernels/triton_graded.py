@@ -8,7 +8,7 @@ float32. One row of a batch a launch. `methods.rdkv` and `stores.graded` have th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -91,8 +91,8 @@ def _next(x, BELOW: tl.constexpr):
 
 
 @triton.jit
-def _fine(piece, known, META: tl.constexpr):
-    """Error of each element at 8 bits between its token's extremes, as `codecs.affine.quantise` has it."""
+def _between(piece, known, META: tl.constexpr):
+    """Codes of 8 bits between each token's extremes, scale and minimum, as `codecs.affine.quantise` has them."""
     low = tl.min(tl.where(known, piece, float("inf")), 1)
     high = tl.max(tl.where(known, piece, float("-inf")), 1)
     least = low.to(META)
@@ -101,7 +101,13 @@ def _fine(piece, known, META: tl.constexpr):
     scale = (reach / 255).to(META)
     scale = tl.where(scale.to(tl.float32) * 255.5 < reach, _next(scale, False), scale).to(tl.float32)
     steps = (piece - least[:, None]) / tl.where(scale == 0, 1.0, scale)[:, None]
-    steps = tl.minimum(tl.maximum(tl.floor(steps + 0.5), 0.0), 255.0)
+    return tl.minimum(tl.maximum(tl.floor(steps + 0.5), 0.0), 255.0), scale, least
+
+
+@triton.jit
+def _fine(piece, known, META: tl.constexpr):
+    """Error of each element at 8 bits."""
+    steps, scale, least = _between(piece, known, META)
     return tl.where(known, steps * scale[:, None] + least[:, None] - piece, 0.0)
 
 
@@ -441,10 +447,61 @@ def _pack_values(
             out += size
 
 
+@triton.jit
+def _pack_fine(
+    states, heads, tokens, codes, scales, count, dim, head_stride, token_stride,
+    COLUMN: tl.constexpr, META: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    one, channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, DIM)
+    here = one < count
+    head, token = tl.load(heads + one, mask=here, other=0), tl.load(tokens + one, mask=here, other=0)
+    known = here[:, None] & (channel < dim)[None, :]
+    source = states + head[:, None] * head_stride + token[:, None] * token_stride + channel[None, :]
+    piece = tl.load(source, mask=known, other=0.0).to(tl.float32)
+    steps, scale, least = _between(piece, known, META)
+    tl.store(codes + one[:, None].to(tl.int64) * dim + channel[None, :], steps.to(tl.uint8), mask=known)
+    tl.store(scales + one * 4 + COLUMN, scale.to(META), mask=here)
+    tl.store(scales + one * 4 + COLUMN + 1, least.to(META), mask=here)
+
+
+def pack_fine(
+    keys: Tensor, values: Tensor, heads: Tensor, tokens: Tensor, meta: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Code some tokens at 8 bits between their own extremes.
+
+    Parameters
+    ----------
+    keys, values : (kv_heads, tokens, key_dim | value_dim)
+    heads, tokens : (n,) int64
+        Which.
+    meta : torch.dtype
+        Of the scales.
+
+    Returns
+    -------
+    (n, key_dim) uint8, (n, value_dim) uint8, (n, 4): scale and minimum of key and value
+    """
+    count, device = len(tokens), keys.device
+    scales, found = torch.empty(count, 4, dtype=meta, device=device), []
+    for column, states in ((0, keys), (2, values)):
+        states = states if states.stride(-1) == 1 else states.contiguous()
+        dim = states.shape[2]
+        codes = torch.empty(count, dim, dtype=torch.uint8, device=device)
+        size = max(16, triton.next_power_of_2(dim))
+        block, warps = SHAPES[size]
+        if count:
+            _pack_fine[(triton.cdiv(count, block),)](
+                states, heads, tokens, codes, scales, count, dim, *states.stride()[:2],
+                COLUMN=column, META=_META[meta], BLOCK=block, DIM=size, num_warps=warps,
+            )  # fmt: skip
+        found.append(codes)
+    return found[0], found[1], scales
+
+
 def pack_keys(
     keys: Tensor,
     index: Tensor,
-    sections: dict[int, Tensor],
+    sections: Mapping[int, list[list[int]]],
     constant: Tensor | None,
     turn: Turns | None,
     mean: Tensor,
@@ -462,7 +519,7 @@ def pack_keys(
         As for `key_errors`.
     index : (kept,) int64
         Tokens of all heads, one head after the other.
-    sections : dict of int to (sections, 6) int64 on the CPU
+    sections : dict of int to lists of 6 int
         By width: head, first of its tokens in `index` and their number, first channel in `order` and their number, where
         in `codes` the packed rows begin.
     boundaries : mapping of int to Tensor
@@ -477,11 +534,10 @@ def pack_keys(
     turned_by = constant is not None and turn is not None
     tables = tables_of(constant, turn) if turned_by else [keys] * 4
     mean, deviation = mean.float().contiguous(), deviation.float().contiguous()
-    for width, table in sections.items():
-        most, channels = int(table[:, 2].max()), int(table[:, 4].max())
+    for width, most, table in _moved(sections, device):
         _pack_keys[(triton.cdiv(most, 16), len(table))](
-            keys, index, _moved(table, device), *tables, mean, deviation, order, boundaries[width], codes,
-            dim, *keys.stride()[:2], BLOCK=16, BYTES=triton.next_power_of_2(_row_bytes(channels, width)), WIDTH=width,
+            keys, index, table, *tables, mean, deviation, order, boundaries[width], codes,
+            dim, *keys.stride()[:2], BLOCK=16, BYTES=triton.next_power_of_2(_row_bytes(dim, width)), WIDTH=width,
             NEIGHBOURS=width in neighbours, TURNED=turned_by, num_warps=4,
         )  # fmt: skip
 
@@ -489,7 +545,7 @@ def pack_keys(
 def pack_values(
     values: Tensor,
     index: Tensor,
-    sections: dict[int, Tensor],
+    sections: Mapping[int, list[list[int]]],
     mean: Tensor,
     rotation: Tensor,
     unit: Tensor,
@@ -506,7 +562,7 @@ def pack_values(
         As for `value_errors`.
     index, boundaries, neighbours, codes
         As for `pack_keys`.
-    sections : dict of int to (sections, 5) int64 on the CPU
+    sections : dict of int to lists of 5 int
         By width, of 0 bits too: head, first of its tokens in `index` and their number, where their codes begin, and where
         their magnitudes do.
     magnitudes : (coded,) uint8
@@ -517,10 +573,10 @@ def pack_values(
     mean, rotation, unit = mean.float().contiguous(), rotation.contiguous(), unit.contiguous()
     size = max(16, triton.next_power_of_2(dim))
     block, warps = SHAPES[size]
-    for width, table in sections.items():
-        most, row = int(table[:, 2].max()), max(16, triton.next_power_of_2(_row_bytes(dim, width)))
+    for width, most, table in _moved(sections, device):
+        row = max(16, triton.next_power_of_2(_row_bytes(dim, width)))
         _pack_values[(triton.cdiv(most, block), len(table))](
-            values, index, _moved(table, device), mean, rotation, unit, boundaries.get(width, mean), codes, magnitudes,
+            values, index, table, mean, rotation, unit, boundaries.get(width, mean), codes, magnitudes,
             dim, *values.stride()[:2], BLOCK=block, DIM=size, BYTES=row, WIDTH=width, NEIGHBOURS=width in neighbours,
             STEP=STEP, num_warps=warps,
         )  # fmt: skip
@@ -531,5 +587,14 @@ def _row_bytes(channels: int, width: int) -> int:
     return max([-(-channels * plane // 8) for plane in (8, 4, 2, 1) if width & plane], default=1)
 
 
-def _moved(table: Tensor, device: torch.device) -> Tensor:
-    return table if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)
+def _moved(
+    sections: Mapping[int, list[list[int]]], device: torch.device
+) -> Iterator[tuple[int, int, Tensor]]:
+    """Each width, most tokens of a section, and the sections on the device: one transfer for all, not waited for."""
+    if not sections:
+        return
+    table = torch.tensor([section for own in sections.values() for section in own])
+    table = table if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)
+    parts = table.split([len(own) for own in sections.values()])
+    for (width, own), part in zip(sections.items(), parts, strict=True):
+        yield width, max(section[2] for section in own), part

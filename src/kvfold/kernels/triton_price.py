@@ -14,8 +14,12 @@ from torch import Tensor
 
 BLOCK = 64
 """Units of a program at a time."""
-PROGRAMS = 1024
-"""Programs of a pool at most."""
+PROGRAMS = 512
+"""Programs at most, if there are no more pools."""
+TRIED, ROUNDS = 64, 6
+"""Prices tried at once, and how often: 63^6 is more than there are float32 numbers above 0."""
+LARGEST = tl.constexpr(0x7F000000)
+"""Bits of the largest price tried, 2^127."""
 
 
 @triton.jit
@@ -52,6 +56,33 @@ def _taken(
 
 
 @triton.jit
+def _narrow(
+    sums, budget, bounds, prices, rows, FIRST: tl.constexpr, PRICES: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Between which two prices the budget is met, and the next prices to try, as the bits of float32, which order them."""
+    which = tl.arange(0, PRICES)
+    low = tl.zeros([PRICES], tl.int64)
+    high = low + LARGEST
+    if not FIRST:
+        total = tl.zeros([PRICES], tl.int64)
+        for start in range(0, rows, BLOCK):
+            row = start + tl.arange(0, BLOCK)
+            at = sums + row[:, None] * PRICES + which[None, :]
+            total += tl.sum(tl.load(at, mask=(row < rows)[:, None], other=0), 0)
+        # Costs fall as prices rise: the first price that fits, and the one before it.
+        over = tl.sum((total.to(tl.float64) > tl.load(budget)).to(tl.int64), 0)
+        low, high = low + tl.load(bounds), low + tl.load(bounds + 1)
+        own = low + (high - low) * which // (PRICES - 1)
+        over = tl.minimum(over, PRICES - 1)
+        before = tl.maximum(over - 1, 0)
+        low = low * 0 + tl.sum(tl.where(which == before, own, 0), 0)
+        high = low * 0 + tl.sum(tl.where(which == over, own, 0), 0)
+    tl.store(bounds + which, tl.where(which == 0, low, high), mask=which < 2)
+    bits = (low + (high - low) * which // (PRICES - 1)).to(tl.int32)
+    tl.store(prices + which, bits.to(tl.float32, bitcast=True))
+
+
+@triton.jit
 def _choices(
     distortion, cost, prices, choices, units,
     CHOICES: tl.constexpr, PRICES: tl.constexpr, BLOCK: tl.constexpr,
@@ -76,22 +107,55 @@ def taken(distortion: Tensor, cost: Tensor, prices: Tensor) -> Tensor:
     -------
     (prices,) int64
     """
-    pools, units, choices = distortion.shape
-    programs = max(1, min(PROGRAMS, triton.cdiv(units, BLOCK)))
-    sums = torch.empty(pools, programs, len(prices), dtype=torch.int64, device=distortion.device)
-    _taken[(programs, pools)](
-        distortion.contiguous(), cost.contiguous(), prices, sums, units, len(prices),
-        CHOICES=choices, PRICES=triton.next_power_of_2(len(prices)), BLOCK=BLOCK, num_warps=4,
-    )  # fmt: skip
+    sums = _sums(distortion, prices)
+    _take(distortion.contiguous(), cost.contiguous(), prices, sums)
     return sums.sum((0, 1))
 
 
-def choices(distortion: Tensor, cost: Tensor, prices: Tensor) -> Tensor:
-    """The best choices at each price, of which there is a power of two: (prices, pools, units) uint8."""
-    pools, units, count = distortion.shape
-    found = torch.empty(len(prices), pools, units, dtype=torch.uint8, device=distortion.device)
-    _choices[(triton.cdiv(units, BLOCK), pools)](
-        distortion.contiguous(), cost.contiguous(), prices, found, units,
-        CHOICES=count, PRICES=len(prices), BLOCK=BLOCK, num_warps=4,
+def _sums(distortion: Tensor, prices: Tensor) -> Tensor:
+    pools, units, _ = distortion.shape
+    programs = max(1, min(PROGRAMS // pools, triton.cdiv(units, BLOCK)))
+    return torch.empty(pools, programs, len(prices), dtype=torch.int64, device=distortion.device)
+
+
+def _take(distortion: Tensor, cost: Tensor, prices: Tensor, sums: Tensor) -> None:
+    (pools, units, choices), count = distortion.shape, len(prices)
+    _taken[(sums.shape[1], pools)](
+        distortion, cost, prices, sums, units, count,
+        CHOICES=choices, PRICES=triton.next_power_of_2(count), BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
-    return found
+
+
+def around(distortion: Tensor, cost: Tensor, budget: Tensor) -> tuple[Tensor, Tensor]:
+    """Best choices at the least price at which they fit the budget, and at the next smaller one.
+
+    Parameters
+    ----------
+    distortion : (pools, units, choices) float32
+    cost : (pools, choices) int64
+    budget : () float64
+        For all pools together.
+
+    Returns
+    -------
+    (pools, units) int64, twice
+        Both the same where all fit at no price at all.
+    """
+    distortion, cost = distortion.contiguous(), cost.contiguous()
+    (pools, units, choices), device = distortion.shape, distortion.device
+    prices, bounds = torch.empty(TRIED, device=device), torch.empty(2, dtype=torch.int64, device=device)
+    sums = _sums(distortion, prices)
+    for done in range(ROUNDS + 1):
+        _narrow[(1,)](
+            sums, budget, bounds, prices, sums.shape[0] * sums.shape[1],
+            FIRST=done == 0, PRICES=TRIED, BLOCK=32, num_warps=4,
+        )  # fmt: skip
+        if done < ROUNDS:
+            _take(distortion, cost, prices, sums)
+    found = torch.empty(2, pools, units, dtype=torch.uint8, device=device)
+    _choices[(triton.cdiv(units, BLOCK), pools)](
+        distortion, cost, bounds.int().view(torch.float32), found, units,
+        CHOICES=choices, PRICES=2, BLOCK=BLOCK, num_warps=4,
+    )  # fmt: skip
+    dear, cheap = found.long()
+    return cheap, dear

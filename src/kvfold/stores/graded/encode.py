@@ -34,8 +34,10 @@ def encode(
 ) -> dict[str, Tensor]:
     """Buffers of a `GradedStore`; arguments as for its `encode`."""
     count = frame.value_bits.shape[-1]
-    counts = torch.stack([(grades == grade).sum(-1) for grade in range(1, count + 3)], -1).int()
-    order = torch.sort(grades, dim=-1, stable=True).indices
+    ordered, order = torch.sort(grades, dim=-1, stable=True)
+    edges = torch.arange(1, count + 4, dtype=grades.dtype, device=grades.device)
+    ends = torch.searchsorted(ordered, edges.expand(*grades.shape[:2], -1).contiguous(), out_int32=True)
+    counts = ends[..., 1:] - ends[..., :-1]
     rows = [
         _encode_row(keys[row], values[row], order[row], counts[row], own, layout, frame, row, rotary)
         for row, own in enumerate(counts.tolist())
@@ -73,12 +75,15 @@ def _encode_row(
         return heads, tokens
 
     fine, exact = picked(1), picked(2)
-    key, value = (quantise(states[fine].float(), 8, meta_dtype=meta) for states in (keys, values))
+    by_kernels = graded.serves(keys.device, layout.key_dim, layout.value_dim, len(host_counts[0]) - 2)
+    fine_keys, fine_values, fine_scales = (_fine_by_kernels if by_kernels else _fine)(
+        keys, values, *fine, meta
+    )
     buffers = {
         "positions": torch.cat(index),
-        "fine_keys": key.codes,
-        "fine_values": value.codes,
-        "fine_scales": torch.cat([key.scale, key.minimum, value.scale, value.minimum], 1),
+        "fine_keys": fine_keys,
+        "fine_values": fine_values,
+        "fine_scales": fine_scales,
         "exact_keys": keys[exact].to(half),
         "exact_values": values[exact].to(half),
     }
@@ -96,7 +101,7 @@ def _encode_row(
     if not coded:
         return buffers
     into = buffers["key_codes"], buffers["value_codes"], buffers["magnitudes"]
-    if graded.serves(keys.device, layout.key_dim, layout.value_dim, len(host_counts[0]) - 2):
+    if by_kernels:
         empty = _without_values(host_counts, value_bits)
         places = buffers["positions"], [len(one) for one in index], [len(pieces[0]) for pieces in split]
         _by_kernels(keys, values, sections, empty, places, layout, frame, row, rotary, into)
@@ -104,6 +109,22 @@ def _encode_row(
         chosen = [pieces[0] for pieces in split]
         _plainly(keys, values, sections, chosen, host_counts, layout, frame, row, rotary, into)
     return buffers
+
+
+def _fine(
+    keys: Tensor, values: Tensor, heads: Tensor, tokens: Tensor, meta: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes of keys and of values, and (n, 4): scale and minimum of key and value."""
+    key, value = (quantise(states[heads, tokens].float(), 8, meta_dtype=meta) for states in (keys, values))
+    return key.codes, value.codes, torch.cat([key.scale, key.minimum, value.scale, value.minimum], 1)
+
+
+def _fine_by_kernels(
+    keys: Tensor, values: Tensor, heads: Tensor, tokens: Tensor, meta: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    from kvfold.kernels import triton_graded
+
+    return triton_graded.pack_fine(keys, values, heads, tokens, meta)
 
 
 def _plainly(
@@ -171,7 +192,6 @@ def _by_kernels(
         place = [section.head, first[section.head] + section.start, section.stop - section.start]
         tables[1].setdefault(section.width, []).append([*place, begin, sized[section.head] + section.start])
         begin += section.nbytes if section.width else 0
-    by_width = [{width: torch.tensor(rows) for width, rows in table.items()} for table in tables]
     boundaries = {width: _boundaries(width, keys.device) for width in range(1, 9)}
     turned = turn = None
     if frame.key_turned is not None:
@@ -180,7 +200,7 @@ def _by_kernels(
     triton_graded.pack_keys(
         keys,
         index,
-        by_width[0],
+        tables[0],
         turned,
         turn,
         frame.key_mean[row],
@@ -193,7 +213,7 @@ def _by_kernels(
     triton_graded.pack_values(
         values,
         index,
-        by_width[1],
+        tables[1],
         frame.value_mean[row],
         value_rotation(layout.value_dim, keys.device),
         frame.value_magnitude[row],
