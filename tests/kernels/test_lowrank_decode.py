@@ -58,9 +58,9 @@ def recommended(store, query, scaling):
     logits = query @ marks.transpose(1, 2)
     out = torch.zeros(marks.shape[:2], dtype=torch.bool)
     out.scatter_(1, store.buffers["outliers.0"].long().cpu(), True)
-    share = logits.masked_fill(out[:, None], -torch.inf).softmax(-1).amax(1)
+    share = logits.masked_fill(out[:, None], -torch.inf).softmax(-1).sum(1)
     if store.layout.choice != "head":
-        share = share.amax(0, keepdim=True)
+        share = share.sum(0, keepdim=True)
     return torch.zeros_like(share, dtype=torch.bool).scatter_(
         1, share.topk(store.layout.selected).indices, True
     )

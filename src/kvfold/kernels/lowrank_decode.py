@@ -93,13 +93,13 @@ def choose(
     selected: int,
     sets: int,
 ) -> Tensor:
-    """Chunks whose landmarks get the most of some query head's softmax over landmarks.
+    """Chunks whose landmarks get the most of the query heads' softmax over landmarks.
 
     Parameters
     ----------
     query : (1, heads, 1, key_dim)
-    landmarks : (kv_heads, chunks, key_dim) uint8
-        Mean keys in the code of basis rows.
+    landmarks : (kv_heads, chunks, key_dim / 2) uint8
+        Mean keys in rotated codes of 4 bits.
     scales : (kv_heads, chunks, 1)
     outliers : (kv_heads, n)
         Chunks that a KV head leaves out.
@@ -113,15 +113,16 @@ def choose(
     -------
     (sets, selected) int32, ascending
     """
-    kernels, (kv_heads, chunks, dim) = _kernels(), landmarks.shape
-    heads, block = query.shape[1], 128
+    kernels, (kv_heads, chunks, nbytes) = _kernels(), landmarks.shape
+    heads, dim, block = query.shape[1], query.shape[3], 128
+    ((rotation, levels),) = RotatedCode(((4, dim),)).tables(query.device)
     blocks = -(-chunks // block)
     logits = query.new_empty(heads, chunks, dtype=torch.float32)
     block_lse = query.new_empty(heads, blocks, dtype=torch.float32)
     kernels.score[(blocks, kv_heads)](
-        query.contiguous(), landmarks, scales, _rotation(dim, query.device), outliers, logits, block_lse, chunks, blocks,
-        outliers.shape[1], scaling * _step(dim), GROUP=heads // kv_heads, ROWS=_rows(heads // kv_heads), DIM=dim,
-        DIM_UP=_power(dim), BLOCK=block, num_warps=4,
+        query.contiguous(), landmarks, scales, rotation, levels, outliers, logits, block_lse, chunks, blocks,
+        outliers.shape[1], scaling, GROUP=heads // kv_heads, ROWS=_rows(heads // kv_heads), DIM=dim, DIM_UP=_power(dim),
+        NBYTES=nbytes, BLOCK=block, num_warps=4,
     )  # fmt: skip
     shares = query.new_empty(sets, chunks, dtype=torch.float32)
     kernels.share[(blocks, sets)](

@@ -24,8 +24,9 @@ def _power_above(x):
 
 @triton.jit
 def score(
-    query, landmarks, scales, rotation, outliers, logits, block_lse, chunks, blocks, banned, scaling,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_UP: tl.constexpr, BLOCK: tl.constexpr,
+    query, landmarks, scales, rotation, levels, outliers, logits, block_lse, chunks, blocks, banned, scaling,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_UP: tl.constexpr, NBYTES: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Logits of one KV head's queries on a block of landmarks, and their log-sum-exp."""
     block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -46,11 +47,13 @@ def score(
     there = index < chunks
     line = head * chunks + index
     codes = tl.load(
-        landmarks + line[None, :] * DIM + dims[:, None],
+        landmarks + line[None, :] * NBYTES + (dims % NBYTES)[:, None],
         mask=there[None, :] & (dims[:, None] < DIM),
         other=0,
     )
-    found = tl.dot(q, codes.to(tl.float16) - 127.5)
+    codes = codes.to(tl.int32) >> (dims // NBYTES * 4)[:, None] & 15
+    # Channels of padding have a level, which meets a zero.
+    found = tl.dot(q, tl.load(levels + codes).to(tl.float16))
     scale = tl.load(scales + line, mask=there, other=0.0).to(tl.float32)
     found = found * (largest[:, None] * scaling) * scale[None, :]
     for one in range(banned):
@@ -74,7 +77,7 @@ def share(
     logits, block_lse, shares, chunks, blocks,
     HEADS: tl.constexpr, HEADS_UP: tl.constexpr, BLOCKS_UP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Logarithm of the largest softmax share that a query head of the set gives each chunk of a block."""
+    """Logarithm of what the query heads of a set give each chunk of a block, of the softmax over all landmarks."""
     block, own = tl.program_id(0), tl.program_id(1).to(tl.int64)
     head, part = tl.arange(0, HEADS_UP), tl.arange(0, BLOCKS_UP)
     line = own * HEADS + head
@@ -92,7 +95,12 @@ def share(
         mask=(head[:, None] < HEADS) & (index < chunks)[None, :],
         other=float("-inf"),
     )
-    tl.store(shares + own * chunks + index, tl.max(found - total[:, None], 0), mask=index < chunks)
+    found -= total[:, None]
+    top = tl.max(found, 0)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    given = tl.sum(tl.exp(found - safe[None, :]), 0)
+    given = tl.where(given == 0.0, float("-inf"), safe + tl.log(tl.where(given == 0.0, 1.0, given)))
+    tl.store(shares + own * chunks + index, given, mask=index < chunks)
 
 
 @triton.jit

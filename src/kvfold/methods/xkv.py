@@ -17,7 +17,7 @@ from kvfold.methods.base import LayerView, Method, Needs
 from kvfold.methods.factorise import Window
 from kvfold.methods.full import Full
 from kvfold.stores.base import Store
-from kvfold.stores.lowrank import LowRankLayout, LowRankRow, LowRankStore, vector_code
+from kvfold.stores.lowrank import LowRankLayout, LowRankRow, LowRankStore, landmark_code, vector_code
 from kvfold.stores.trizone import position_dtype
 
 EXACT_SHARE = 0.25
@@ -71,11 +71,12 @@ class XKV(Method):
         Tokens that a query reads beside the exact ones, chosen by landmarks (the paper's selective reconstruction); 0
         reads all.
     chunk : int
-        Tokens that share a landmark, the mean of their keys in 8 bits.
+        Tokens that share a landmark, the mean of their keys in 4 bits.
     outlier_chunks : int
         Chunks of each head kept exact, those with a key least like the mean. Only with a sparse_budget.
     choice : "head", "layer" or "window"
-        Whose queries choose together: then one row of factors, once read, serves them all.
+        Whose queries choose together, by the sum of their softmax over landmarks: one row of factors, once read, serves
+        them all. With "window" the queries of its first layer choose, and only it has landmarks.
 
     Notes
     -----
@@ -110,9 +111,9 @@ class XKV(Method):
     horizon: int = 128
     flatten: float = 0.7
     sparse_budget: int = 0
-    chunk: int = 16
+    chunk: int = 8
     outlier_chunks: int = 4
-    choice: Literal["head", "layer", "window"] = "window"
+    choice: Literal["head", "layer", "window"] = "layer"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -218,7 +219,7 @@ class XKV(Method):
             chunks = coded // self.chunk
             total += kv_heads * outliers * position_dtype(max(chunks, 1)).itemsize
             if chooses or self.choice != "window":
-                total += kv_heads * chunks * (vector_code(key_dim).nbytes + 2)
+                total += kv_heads * chunks * (landmark_code(key_dim).nbytes + 2)
         return total
 
     def components(self, energy: Tensor, layers: int, kv_heads: int, dim: int, rest: float = 0) -> Components:

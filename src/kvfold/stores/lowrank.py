@@ -216,7 +216,7 @@ class LowRankStore(Store):
     @staticmethod
     def encode_landmarks(marks: Tensor) -> dict[str, Tensor]:
         """Mean keys (kv_heads, chunks, key_dim) after RoPE as buffers."""
-        codes, scales = vector_code(marks.shape[-1]).encode(marks)
+        codes, scales = landmark_code(marks.shape[-1]).encode(marks)
         return {"landmarks": codes, "landmark_scales": scales}
 
     # ---- parts of a row ----
@@ -242,7 +242,8 @@ class LowRankStore(Store):
 
     def landmarks(self, row: int) -> Tensor:
         """Mean keys of chunks, (kv_heads, chunks, key_dim) float32."""
-        parts, code = self._rows[row], vector_code(self.key_dim)
+        parts = self._rows[row]
+        code = landmark_code(self.key_dim)
         return code.rotate_back(code.decode(parts["landmarks"], parts["landmark_scales"]))
 
     def mean(self, row: int, name: str) -> Tensor:
@@ -505,9 +506,9 @@ class LowRankStore(Store):
         scores = query @ marks[:, None].transpose(-1, -2)
         outliers = torch.zeros(marks.shape[:2], dtype=torch.bool, device=marks.device)
         outliers.scatter_(1, parts["outliers"].long(), True)
-        share = scores.masked_fill(outliers[:, None, None], -torch.inf).softmax(-1).amax(1)
+        share = scores.masked_fill(outliers[:, None, None], -torch.inf).softmax(-1).sum(1)
         if self.layout.choice != "head":
-            share = share.amax(0, keepdim=True)
+            share = share.sum(0, keepdim=True)
         best = share.topk(min(self.layout.selected, share.shape[-1])).indices
         return torch.zeros_like(share, dtype=torch.bool).scatter_(-1, best, True)
 
@@ -628,8 +629,13 @@ class LowRankStore(Store):
 
 
 def vector_code(dim: int) -> RotatedCode:
-    """The code of basis rows and landmarks: 8 bits, and a norm for each."""
+    """The code of basis rows: 8 bits, and a norm for each."""
     return RotatedCode(((8, dim),))
+
+
+def landmark_code(dim: int) -> RotatedCode:
+    """The code of landmarks: 4 bits, and a norm for each. They rank chunks, no more."""
+    return RotatedCode(((4, dim),))
 
 
 def narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
