@@ -111,6 +111,8 @@ class AttentionCall:
 
     def count_real(self, tokens: int) -> tuple[int, ...]:
         """Real tokens of each row among the first `tokens`."""
+        if self.mask is None and self.padding is None:
+            return (tokens,) * self.batch
         return tuple(int(count) for count in self.valid[:, 0, :tokens].sum(-1))
 
 
@@ -132,11 +134,11 @@ def _tail_positions(
     if position_ids is None or position_ids.dim() != 2:
         return length - 1 - plain
     last = position_ids[:, -1:].to(valid.device).long().expand(batch, 1)
+    after = (valid.flip(1).cumsum(1).flip(1) - 1).clamp_min(0)
+    if new == 1:
+        return last - after
     own = position_ids.to(valid.device).long().expand(batch, -1)
-    if new > 1 and bool((own[:, 1:] - own[:, :-1] == 1).all()):
-        return last - plain
-    after = valid.flip(1).cumsum(1).flip(1) - 1
-    return last - after.clamp_min(0)
+    return last - torch.where((own[:, 1:] - own[:, :-1] == 1).all(), plain, after)
 
 
 def expand_of(module: torch.nn.Module) -> Expand | None:

@@ -503,9 +503,11 @@ class FoldedLayer(CacheLayerMixin):
         keys, values = self.keys[:, :, :tokens], self.values[:, :, :tokens]
         if call.expand:
             keys, values = values, keys
-        for name, states in (("keys", keys), ("values", values)):
-            # Both are NaN where anything is; several times faster on a CPU than a look at every element.
-            if not bool(torch.isfinite(torch.stack(torch.aminmax(states))).all()):
+        # Extremes are NaN where anything is; several times faster on a CPU than a look at every element.
+        extremes = torch.stack([extreme for states in (keys, values) for extreme in torch.aminmax(states)])
+        finite = extremes.isfinite().tolist()  # one wait for the device
+        for name, states, found in (("keys", keys, finite[:2]), ("values", values, finite[2:])):
+            if not all(found):
                 raise NonFiniteError(
                     f"layer {self.layer_idx}: the {name} to fold hold NaN or Inf; the model overflowed"
                     f" (try bfloat16 or float32 instead of {states.dtype})"

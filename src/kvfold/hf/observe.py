@@ -59,10 +59,9 @@ class PromptObserver:
         if self.needs.sampled:
             total = max(self.total or tokens, tokens)
             stride = -(-total // self.needs.sampled)
-            index = torch.arange(first, tokens, device=query.device)
-            index = index[index % stride == 0]
-            self.sampled.append(query[:, :, index - first].clone())
-            self.sampled_index.append(index)
+            start = -(-first // stride) * stride
+            self.sampled.append(query[:, :, start - first :: stride].clone())
+            self.sampled_index.append(torch.arange(start, max(tokens, start), stride, device=query.device))
         if self.needs.all_queries:
             any_valid = valid.any(1)
             real = any_valid[:, first:]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from torch import Tensor
@@ -69,14 +71,27 @@ class Head(NamedTuple):
         return self.coded + self.fine.stop - self.fine.start + self.exact.stop - self.exact.start
 
 
-class Row(NamedTuple):
+@dataclass(frozen=True)
+class Row:
     """Views of one row."""
 
     buffers: dict[str, Tensor]
     """The row's part of every buffer but the counts"""
     heads: list[Head]
-    keys: list[Block]
-    values: list[Block]
+    sections: tuple[list[Section], list[Section]]
+    """Of key codes and of value codes"""
+    block: int
+    """Bytes of a block of codes at most"""
+
+    @cached_property
+    def keys(self) -> list[Block]:
+        """Key codes in blocks, cut when first attended to: a long prompt has many."""
+        return _blocks(self.buffers["key_codes"], self.sections[0], self.block)
+
+    @cached_property
+    def values(self) -> list[Block]:
+        """Value codes in blocks."""
+        return _blocks(self.buffers["value_codes"], self.sections[1], self.block)
 
 
 def cut(layout: GradedLayout, frame: Frame, buffers: Mapping[str, Tensor], block: int) -> list[Row]:
@@ -94,12 +109,12 @@ def cut(layout: GradedLayout, frame: Frame, buffers: Mapping[str, Tensor], block
     rows = []
     for row, counts in enumerate(buffers["counts"].tolist()):
         starts = dict(cursor.at)
-        sections = key_sections(layout.widths, counts, key_counts[row])
-        codes = cursor.take("key_codes", sum(section.nbytes for section in sections))
-        keys = _blocks(codes, sections, block)
-        sections = value_sections(layout.value_dim, counts, value_bits[row])
-        codes = cursor.take("value_codes", sum(section.nbytes for section in sections))
-        values = _blocks(codes, sections, block)
+        sections = (
+            key_sections(layout.widths, counts, key_counts[row]),
+            value_sections(layout.value_dim, counts, value_bits[row]),
+        )
+        for name, own in zip(("key_codes", "value_codes"), sections, strict=True):
+            cursor.take(name, sum(section.nbytes for section in own))
         heads = []
         first = fine = exact = 0
         for *graded, fine_count, exact_count in counts:
@@ -116,7 +131,7 @@ def cut(layout: GradedLayout, frame: Frame, buffers: Mapping[str, Tensor], block
         for name in ("exact_keys", "exact_values"):
             cursor.take(name, exact)
         parts = {name: buffers[name][start : cursor.at[name]] for name, start in starts.items()}
-        rows.append(Row(parts, heads, keys, values))
+        rows.append(Row(parts, heads, sections, block))
     cursor.finish()
     return rows
 
