@@ -54,6 +54,14 @@ class Case:
             torch.randn(rows, self.kv_heads * group, self.dim, generator=self.generator).to(device) / UNIT
         )
 
+    def place(self, positions):
+        """Put every token's bias at a random position."""
+        records = self.records
+        found = torch.randint(positions, (sum(records.slots),), generator=self.generator).int()
+        heads = found.split(records.slots)
+        self.slots = [own[slots].long() for own, slots in zip(heads, self.slots)]
+        self.records = Records(records.data, records.books, records.runs, found.to(records.data.device))
+
     def _random(self, layout, tokens, groups):
         """Codes as normal numbers have them, norms spread over a factor of a few."""
 
@@ -173,10 +181,20 @@ def test_plain(name):
     same(attend(case.query, case.records, 0.3), case.expected(0.3), 1e-4)
 
 
-def test_bias():
-    case = Case(**CASES["grades"])
-    bias = torch.randn(2, 8, max(case.records.slots), generator=case.generator)
+def biases(case, positions):
+    """By place, or at so many positions."""
+    if positions:
+        case.place(positions)
+    width = positions or max(case.records.slots)
+    bias = torch.randn(*case.query.shape[:2], width, generator=case.generator)
     bias[:, :, ::3] = -math.inf
+    return bias.to(case.query.device)
+
+
+@pytest.mark.parametrize("positions", [None, 500])
+def test_bias(positions):
+    case = Case(**CASES["grades"])
+    bias = biases(case, positions)
     same(attend(case.query, case.records, 0.3, bias), case.expected(0.3, bias), 1e-4)
 
 
@@ -191,12 +209,11 @@ def test_kernel(name, scale):
 
 
 @needs_kernel
-@pytest.mark.parametrize("name", ["grades", "long", "group 8"])
-def test_kernel_bias(name):
+@pytest.mark.parametrize("positions", [None, 500, 100_000])
+@pytest.mark.parametrize("name", ["grades", "long", "rows", "group 8"])
+def test_kernel_bias(name, positions):
     case = Case(**CASES[name], device="cuda")
-    bias = torch.randn(*case.query.shape[:2], max(case.records.slots), generator=case.generator)
-    bias[:, :, ::3] = -math.inf
-    bias = bias.cuda()
+    bias = biases(case, positions)
     same(attend(case.query, case.records, 0.1, bias), case.expected(0.1, bias), 2e-3)
 
 
@@ -214,10 +231,14 @@ def test_kernel_in_a_graph():
     same(found, case.expected(0.1), 2e-3)
 
 
-def test_every_record_is_someones():
+@pytest.mark.parametrize("positions", [None, 100])
+def test_every_record_is_someones(positions):
     """Work lists: each record of each head exactly once, with its format; places of partial results apart."""
     for name in ("grades", "partial", "mixed", "uneven"):
-        records = Case(**CASES[name]).records
+        case = Case(**CASES[name])
+        if positions:
+            case.place(positions)
+        records = case.records
         work = make_plan(records, 4, 132, 227 * 1024).work
         assert work is not None
         found = []
@@ -228,9 +249,9 @@ def test_every_record_is_someones():
             for record in range(run_index, count, run_blocks):
                 found.append((begin + record * units, head, *own[9:14], own[14] + record * 64))
                 found[-1] += (tokens if record == count - 1 else 64,)
-        at, expected = 0, []
+        at, place, expected = 0, 0, []
         for head, own in enumerate(records.runs):
-            place = 0
+            place = place if positions else 0
             for run in own:
                 widths = list(run.layout.key_widths) + [0] * 16
                 words = [sum(w << 4 * i for i, w in enumerate(widths[start : start + 8])) for start in (0, 8)]
@@ -249,7 +270,7 @@ def test_blocks_fill_the_gpu(heads, tokens):
     run = Run(RecordFormat((4,) * 8, 4), tokens)
     data = torch.empty(0, dtype=torch.uint8).expand(0)
     records = Records.__new__(Records)
-    records.data, records.dim, records.runs = data, 128, [(run,)] * heads
+    records.data, records.dim, records.runs, records.positions = data, 128, [(run,)] * heads, None
     plan = make_plan(records, 4, 132, 227 * 1024)
     assert 112 <= plan.blocks <= 132 and plan.work is None
     assert plan.warps * plan.stages * plan.slot_bytes <= 220 * 1024
@@ -264,7 +285,7 @@ def test_fake():
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
         query = mode.from_tensor(case.query)
         output, lse = torch.ops.kvfold.attend_records(
-            query, records.data, records.books, None, None, plan.arrived, plan.numbers, 0.1
+            query, records.data, records.books, None, None, None, plan.arrived, plan.numbers, 0.1
         )
     assert output.shape == query.shape and lse.shape == query.shape[:2]
     assert output.dtype == lse.dtype == torch.float32
@@ -297,6 +318,8 @@ def test_bad_input():
         attend(case.query, case.records, 1.0, torch.zeros(3, 4, 64))
     with pytest.raises(ValueError, match="bytes"):
         Records(case.records.data[:-16], case.records.books, case.records.runs)
+    with pytest.raises(ValueError, match="positions"):
+        Records(case.records.data, case.records.books, case.records.runs, torch.zeros(5, dtype=torch.int32))
     with pytest.raises(ValueError, match="tiles"):
         other = replace(UNIFORM[0], key_widths=(1,) * 3)
         Records(case.records.data, case.records.books, [(Run(other, 700),)] * 6)

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 
 import kvfold
 from kvfold.errors import KvfoldError
+from kvfold.kernels.dense_decode import Exact
 from kvfold.kernels.records import problem
-from kvfold.kernels.reference import merge
+from kvfold.kernels.reference import attend, merge
 from kvfold.stores import GradedStore, store_from_state
 from kvfold.stores.base import AttendContext
 from kvfold.stores.graded import Frame, GradedLayout, RecordedGradedStore
-from tests.stores.checks import Turn, assert_attends, assert_behaves, assert_same, exact
+from tests.kernels.test_around_records import SharingTurn as Turn
+from tests.stores.checks import assert_behaves, assert_same, exact
 from tests.tiny import prompt, tiny_model
 
 ROWS, HEADS, TOKENS, GRADES = 3, 2, 300, 3
+CUDA = problem(torch.device("cuda")) is None
+DEVICE = "cuda" if CUDA else "cpu"
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def graded(dim=64, tokens=TOKENS, turned=True, widths=(8, 4, 2), only=None, seed=0, shift=0, frame=None):
@@ -92,13 +103,11 @@ def test_attends_by_records(case):
     store = graded(**case)
     there = RecordedGradedStore.of(store)
     query, context = torch.randn(ROWS, 4 * HEADS, 2, store.key_dim), AttendContext(0.1, rotary=Turn())
-    output, lse = there.attend_records(query, context)
-    expected, expected_lse = exact(store, query, None, 0.1, Turn())
-    assert torch.allclose(output.double(), expected, atol=1e-4, rtol=1e-4)
-    assert torch.allclose(lse.double(), expected_lse, atol=1e-4)
-    shorter = there.crop(store.tokens // 2)
-    assert_attends(shorter, Turn())
-    assert_attends(shorter, Turn(), queries=9)
+    for own in (there, there.crop(store.tokens // 2)):
+        output, lse = own.attend_records(query, context)
+        expected, expected_lse = exact(own, query, None, 0.1, Turn())
+        assert torch.allclose(output.double(), expected, atol=1e-4, rtol=1e-4)
+        assert torch.allclose(lse.double(), expected_lse, atol=1e-4)
 
 
 @pytest.mark.parametrize("turned", [True, False])
@@ -110,7 +119,9 @@ def test_behaves(turned):
 def test_joins_a_block(plain):
     first = graded(tokens=128)
     block = graded(tokens=40, seed=1, shift=128, frame=first.frame)
-    joined = RecordedGradedStore.of(first).join(block if plain else RecordedGradedStore.of(block))
+    following = block if plain else RecordedGradedStore.of(block)
+    assert_same(first.join(following), first.join(block), Turn())
+    joined = RecordedGradedStore.of(first).join(following)
     assert isinstance(joined, RecordedGradedStore) and joined.tokens == 168
     assert_same(joined, first.join(block), Turn())
     query, context = torch.randn(ROWS, HEADS, 1, 64), AttendContext(0.1, rotary=Turn())
@@ -123,20 +134,76 @@ def test_joins_a_block(plain):
     assert RecordedGradedStore.of(first).join(other) is None, "another frame"
 
 
-@pytest.mark.skipif(problem(torch.device("cuda")) is not None, reason=str(problem(torch.device("cuda"))))
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_attends_by_the_kernel(case):
-    store = graded(**{**case, "turned": False})
-    query = torch.randn(ROWS, 4 * HEADS, 2, store.key_dim)
-    expected = store.attend(query, None, AttendContext(0.1))
-    found = RecordedGradedStore.of(store).to("cuda").attend(query.cuda(), None, AttendContext(0.1))
-    assert torch.allclose(found[0].cpu(), expected[0], atol=5e-3, rtol=2e-3)
-    assert torch.allclose(found[1].cpu(), expected[1], atol=2e-3)
+def check():
+    """A decode step by kernels, interpreted where there is no GPU: the store, what was hidden of it, a tail, another part."""
+    for case in (
+        dict(),
+        dict(turned=False),
+        dict(dim=80, widths=(4, 1)),
+        dict(only=2),
+        dict(only=GRADES + 2),
+    ):
+        for crop in (0, 100):
+            store = RecordedGradedStore.of(graded(**case)).crop(TOKENS - crop)
+            query, key, value = (
+                torch.randn(ROWS, heads, count, store.key_dim).half()
+                for heads, count in ((3 * HEADS, 1), (HEADS, 9), (HEADS, 9))
+            )
+            before = torch.randn(ROWS, 3 * HEADS, 1, store.key_dim), torch.randn(ROWS, 3 * HEADS, 1)
+            expected = merge(
+                [
+                    exact(store, query, None, 0.1, Turn()),
+                    attend(query.double(), key[:, :, :7], value[:, :, :7], 0.1),
+                    before,
+                ]
+            )
+            length = torch.tensor([7], device=DEVICE)
+            inputs = [x.to(DEVICE) for x in (query, key, value)]
+            one = RecordedGradedStore.from_state(
+                {name: x.to(DEVICE) for name, x in store.tensors().items()}, store.meta()
+            )
+            context = AttendContext(0.1, rotary=Turn())
+            tail, earlier = Exact(*inputs[1:], length), tuple(x.to(DEVICE) for x in before)
+            found = one._attend(inputs[0], context, tail, earlier)
+            error = (found[0].cpu() - expected[0]).norm(dim=-1) / expected[0].norm(dim=-1)
+            assert float(error.max()) < 2e-3, (case, crop, float(error.max()))
+            assert torch.allclose(found[1].cpu().double(), expected[1].double(), atol=2e-3), (case, crop)
 
 
-@pytest.mark.parametrize(
-    "name", ["records", "positions", "exact_positions", "exact_keys", "exact_values", "exact_starts"]
-)
+def test_a_decode_step_by_kernels():
+    pytest.importorskip("triton")
+    if CUDA or INTERPRETED:
+        check()
+        return
+    code = "from tests.stores.test_graded_recorded import check; check()"
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd=root, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(not CUDA, reason=str(problem(torch.device("cuda"))))
+def test_a_fold_is_read_by_kernels():
+    """Of generated tokens too: the same tokens as from the plain form."""
+    model = tiny_model("llama", head_dim=64, num_attention_heads=4, hidden_size=256).to("cuda", torch.float16)
+    method = kvfold.RDKV(keep=0.3, window=8, tile=16, block_tokens=16)
+    ids = prompt(500).cuda()
+    cache = kvfold.fold(model, ids, method)
+    assert all(isinstance(layer.segments[0].store, RecordedGradedStore) for layer in cache.folded_layers)
+    question = torch.cat([ids, prompt(5).cuda()], 1)
+    found = kvfold.generate(model, question, cache.fork(), max_new_tokens=60, do_sample=False)
+    cache = cache.to("cpu")
+    expected = (
+        model.cpu()
+        .float()
+        .generate(question.cpu(), past_key_values=cache, max_new_tokens=60, do_sample=False)
+    )
+    assert (found.cpu() == expected).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("name", ["records", "positions", "exact_positions", "exact_keys", "exact_values"])
 def test_damaged_state_is_refused(name):
     store = RecordedGradedStore.of(graded())
     tensors = {**store.tensors(), name: store.buffers[name][:-1]}
@@ -154,23 +221,20 @@ def test_is_plain_off_the_gpu():
 def test_what_records_cannot_hold_stays_plain():
     assert RecordedGradedStore.of(graded(widths=(8, 5, 2))) is None
     assert RecordedGradedStore.of(graded(only=GRADES + 1)) is None, "fine"
-    store = graded()
-    store.frame.key_counts[0, 0, 0, 0] += 1
-    store.frame.key_counts[0, 0, 0, 1:] = 0
-    assert RecordedGradedStore.of(GradedStore.encode(*_states(), store.layout, store.frame, Turn())) is None
-
-
-def _states():
-    grades = torch.ones(ROWS, HEADS, TOKENS, dtype=torch.uint8)
-    return torch.randn(ROWS, HEADS, TOKENS, 64), torch.randn(ROWS, HEADS, TOKENS, 64), grades
+    frame = graded().frame
+    parts = torch.tensor([17, 0, 0], dtype=torch.int16).expand_as(frame.key_counts).contiguous()
+    assert RecordedGradedStore.of(graded(only=1, frame=replace(frame, key_counts=parts))) is None
 
 
 @pytest.mark.parametrize("keep", [0.1, 0.4])
 def test_rdkv_by_tiles_is_recorded(keep):
-    """No token fine, no value without a width, whole tiles: every layer of a fold becomes records."""
+    """No token fine, no value without a width, whole tiles: every layer of a fold becomes records, within the budget."""
     model = tiny_model("llama", head_dim=32)
-    cache = kvfold.fold(model, prompt(200), kvfold.RDKV(keep=keep, window=8, tile=16))
+    cache = kvfold.fold(model, prompt(450), kvfold.RDKV(keep=keep, window=8, tile=16))
     assert cache.ledger().folded_ratio <= keep
+    stores = [layer.segments[0].store for layer in cache.folded_layers]
+    as_records = sum(RecordedGradedStore.of(store).nbytes for store in stores)
+    assert 0.8 * keep < as_records / sum(store.full_bytes for store in stores) <= keep
     for layer in cache.folded_layers:
         store, rotary = layer.segments[0].store, cache.rotary(layer.module(), torch.device("cpu"))
         assert not store.buffers["counts"][..., -2].any() and store.buffers["counts"].any()
@@ -187,6 +251,8 @@ def test_rdkv_by_tiles_is_recorded(keep):
 def test_tiles_need_whole_heads_and_their_widths():
     with pytest.raises(ValueError, match="widths must be chosen"):
         kvfold.RDKV(keep=0.1, tile=16, widths=(2, 6))
+    with pytest.raises(ValueError, match="grades must ascend"):
+        kvfold.RDKV(keep=0.1, tile=16, grades=(32.0, 8.0))
     with pytest.raises(ValueError, match=r"tile must be 1\|16"):
         kvfold.RDKV(keep=0.1, tile=8)
     with pytest.raises(KvfoldError, match="does not divide the 24 channels"):

@@ -120,11 +120,12 @@ def attend(
     query : (rows, heads, queries, dim)
         Each row its own; at most 16 a KV head. One, if there is a tail.
     coded : Records
+        By their positions, if they have them, else in the order of tokens.
     basis : Basis
     scaling : float
     turned : Turned, optional
-    hidden : (rows, slots) bool, optional
-        Records' tokens that are not seen.
+    hidden : (rows, slots or tokens) bool, optional
+        Records' tokens that are not seen, by place or, if the records have positions, by those.
     exact, tail : Exact, optional
         Seen by every query.
     before : Part, optional
@@ -159,7 +160,7 @@ def attend(
     )  # fmt: skip
     bias = None
     if tables is not None:
-        slots = max(coded.slots)
+        slots = _width(coded, turned)
         bias = turned_to.new_empty(rows, heads * queries, slots)
         coarse = max(1, 64 // group)
         kernels.position_bias[(-(-slots // (FINE * coarse)), coded.kv_heads * rows)](
@@ -213,7 +214,8 @@ def attend_plain(
         seen = seen @ basis.keys.by_head.transpose(1, 2)
     bias = None
     if turned is not None or hidden is not None:
-        bias = q.new_zeros(*q.shape[:3], max(coded.slots))
+        width = max(coded.slots) if hidden is None else hidden.shape[1]
+        bias = q.new_zeros(*q.shape[:3], width if turned is None else _width(coded, turned))
     if turned is not None and bias is not None:
         for own, one, vector, shift in zip(bias, q, turned.vector.float(), turned.shifts, strict=True):
             logits = position_logits(one * scaling, vector, turned.rotary, turned.tokens, shift)
@@ -243,6 +245,12 @@ def attend_plain(
 
 CHANNELS = 64
 """Channels of an output that one program makes."""
+
+
+def _width(coded: Records, turned: Turned | None) -> int:
+    """Places of a bias, or positions."""
+    assert turned is not None
+    return max(coded.slots) if coded.positions is None else turned.tokens
 
 
 def _shifted(turned: Turned, dim: int, device: torch.device) -> tuple[Tensor, Tensor]:

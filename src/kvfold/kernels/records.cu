@@ -7,7 +7,7 @@
 //  * Every warp has a ring of records in shared memory, filled by bulk copies; no barrier of the block in the loop. Records are dealt out in turn.
 //  * The reference of the softmax moves only when a warp's sum of weights passes 10^24, far below what a float holds.
 //  * One launch: the last block of a (row, KV head) merges what the others found.
-// Compiled for one HEAD_DIM, SETS of four query heads, WARPS a block and with or without BIAS.
+// Compiled for one HEAD_DIM, SETS of four query heads, WARPS a block and a BIAS: 0 none, 1 by place, 2 by the position of a place.
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #include <stdint.h>
@@ -26,7 +26,7 @@ struct __align__(16) Work {    // of one block: records of one format; mirrored 
   int run_index, run_blocks, records, tokens;   // likewise within the run of records; tokens of the last record
   int begin, units;                             // where the run begins, and a record's size, in units of 16 bytes
   uint32_t widths[2];                           // of the tiles of keys, four bits each
-  int value_width, flags, bias_first, first;     // bias_first: the run's first token in the bias; first: its first token that is seen
+  int value_width, flags, bias_first, first;     // bias_first: the run's first place in the bias, or in positions; first: its first token that is seen
 };
 
 struct Problem {
@@ -35,6 +35,7 @@ struct Problem {
   const uint8_t* books;   // (row heads, TILES + 1, BOOK)
   const Work* work;       // (blocks,) or null: all row heads have the same runs
   const float* bias;      // (row heads, group, bias_stride)
+  const int* positions;   // (places of all row heads,): where a token's bias is, for BIAS 2
   float* partial;         // (slots, group, HEAD_DIM)
   float2* partial_sums;   // (slots, group): reference, sum
   int* arrived;           // (row heads,), zero between launches
@@ -247,6 +248,7 @@ __global__ void __launch_bounds__(THREADS) attend(const Problem p) {
     w.index = w.run_index = blockIdx.x - w.head * w.splits;
     w.first_slot = w.head * w.splits;
     w.begin = w.head * w.records * w.units;
+    if (BIAS == 2) w.bias_first = w.head * w.records * TOKENS;
   }
   const int start = warp * w.run_blocks + w.run_index, step = WARPS * w.run_blocks;
   const int count = start < w.records ? (w.records - start + step - 1) / step : 0;
@@ -342,16 +344,23 @@ __global__ void __launch_bounds__(THREADS) attend(const Problem p) {
   uint32_t phase = 0;
 #if BIAS
   float bias[SETS][4][2];
-  auto biases = [&](int i) {
+  int places[8];   // of a record's tokens in the bias: known a record ahead of it
+  auto look_up = [&](int i) {
+    const int first = w.bias_first + (start + i * step) * TOKENS + g;
+#pragma unroll
+    for (int k = 0; k < 8; k++) places[k] = BIAS == 2 ? __ldg(p.positions + first + k * 8) : first + k * 8;
+  };
+  auto biases = [&] {
 #pragma unroll
     for (int s = 0; s < SETS; s++) {
       const int h = min(s * 4 + t, p.group - 1);
-      const float* from = p.bias + ((size_t)w.head * p.group + h) * p.bias_stride + w.bias_first + (start + i * step) * TOKENS + g;
+      const float* from = p.bias + ((size_t)w.head * p.group + h) * p.bias_stride;
 #pragma unroll
-      for (int k = 0; k < 8; k++) bias[s][k / 2][k % 2] = __ldg(from + k * 8);
+      for (int k = 0; k < 8; k++) bias[s][k / 2][k % 2] = __ldg(from + places[k]);
     }
   };
-  if (count) biases(0);
+  if (count) { look_up(0); biases(); }
+  if (BIAS == 2 && count > 1) look_up(1);
 #endif
   for (int i = 0; i < count; i++) {
     barrier_wait(barriers + 8 * stage, phase);
@@ -420,7 +429,11 @@ __global__ void __launch_bounds__(THREADS) attend(const Problem p) {
     for (int s = 0; s < SETS; s++)
 #pragma unroll
       for (int k = 0; k < 8; k++) v[s][k / 2][k % 2] = fmaf(bias[s][k / 2][k % 2], 1.4426950408889634f, v[s][k / 2][k % 2]);
-    if (i + 1 < count) biases(i + 1);
+    if (i + 1 < count) {
+      if (BIAS == 1) look_up(i + 1);
+      biases();
+      if (BIAS == 2 && i + 2 < count) look_up(i + 2);
+    }
 #endif
     const int from = w.first - (start + i * step) * TOKENS, to = end - (start + i * step) * TOKENS;
     if (from > 0 || to < TOKENS) {

@@ -121,6 +121,8 @@ class Records:
         Of each tile of keys, then of values.
     runs : sequence over rows and KV heads of tuples of Run
         Every format with the same number of tiles, and as many norms as the books tell groups, or none.
+    positions : (slots of all,) int32, optional
+        Where each token's bias is, in the order of `data`, whole records; some number of a bias where a record has no token.
 
     Raises
     ------
@@ -128,8 +130,10 @@ class Records:
         Sizes disagree.
     """
 
-    def __init__(self, data: Tensor, books: Tensor, runs: Sequence[tuple[Run, ...]]):
-        self.data, self.books, self.runs = data, books, list(runs)
+    def __init__(
+        self, data: Tensor, books: Tensor, runs: Sequence[tuple[Run, ...]], positions: Tensor | None = None
+    ):
+        self.data, self.books, self.runs, self.positions = data, books, list(runs), positions
         self._plans: dict[int, Plan] = {}
         self.rows, self.kv_heads, tiles = books.shape[0], books.shape[1], books.shape[2] - 1
         self.dim = 16 * tiles
@@ -141,10 +145,14 @@ class Records:
         expected = sum(run.nbytes for own in self.runs for run in own)
         if data.numel() != expected or data.dtype != torch.uint8:
             raise ValueError(f"the runs are {expected} bytes, got {data.numel()} of {data.dtype}")
+        if positions is not None and (positions.numel() != sum(self.slots) or positions.dtype != torch.int32):
+            raise ValueError(
+                f"positions must be {sum(self.slots)} int32, got {positions.numel()} of {positions.dtype}"
+            )
 
     @cached_property
     def slots(self) -> list[int]:
-        """Tokens that a bias has a place for, of each row and head: those of whole records."""
+        """Places of each row and head: those of whole records."""
         return [TOKENS * sum(run.records for run in own) for own in self.runs]
 
     def plan(self, group: int) -> Plan:
@@ -173,7 +181,7 @@ class Plan:
         What each block reads: (row, head), index among the blocks of those, their number, the first one's place among partial
         results; the same two for its run of records, their number, tokens of the last one; where the run begins and a record's
         size, in units of 16 bytes, widths of the tiles of keys in 4 bits each (two numbers); width of values, flags, the run's
-        first place in a bias, its first token that is seen.
+        first place in a bias or in the positions, its first token that is seen.
     arrived : (rows * kv_heads,) int32
         Zeros; counts blocks while a kernel runs. One stream at a time.
     """
@@ -227,10 +235,10 @@ def make_plan(
     warps, stages, rounds = best
     slot = max(slot, -(-state // (128 * stages)) * 128)
     work: list[list[int]] = []
-    begin = 0
+    begin = place = 0
     for head, own in enumerate(records.runs):
         shares = [max(1, -(-run.records // (rounds * warps))) for run in own] or [1]
-        first, place = len(work), 0
+        first, place = len(work), 0 if records.positions is None else place
         for run, blocks in zip(own or [None], shares, strict=True):
             whole = (0, 1, begin, 1, 0, 0, 1, 0, 0, 0) if run is None else _described(run, begin, place)
             number, tokens, *rest = whole
@@ -305,9 +313,10 @@ def attend_plain(query: Tensor, records: Records, scaling: float, bias: Tensor |
     query : (rows, heads, dim) float32 or float64
     records : Records
     scaling : float
-    bias : (rows, heads, slots) float32, optional
+    bias : (rows, heads, slots or positions) float32, optional
     """
     rows, heads, dim = query.shape
+    places = [] if records.positions is None else records.positions.split(records.slots)
     group = heads // records.kv_heads
     grouped = query.view(rows * records.kv_heads, group, dim)
     outputs, lses, begin = [], [], 0
@@ -327,7 +336,8 @@ def attend_plain(query: Tensor, records: Records, scaling: float, bias: Tensor |
             begin, slot = begin + run.nbytes, slot + run.records * TOKENS
         logits = q @ torch.cat(keys).t() * scaling
         if bias is not None:
-            logits += bias[row, head * group : (head + 1) * group, slots]
+            where = places[index][slots].long() if places else slots
+            logits += bias[row, head * group : (head + 1) * group, where]
         logits = logits.masked_fill(torch.tensor(hidden, dtype=torch.bool, device=logits.device), -torch.inf)
         output, lse = softmax_part(logits, torch.cat(values))
         outputs.append(output)
@@ -400,7 +410,8 @@ def attend(query: Tensor, records: Records, scaling: float, bias: Tensor | None 
     records : Records
     scaling : float
     bias : (rows, heads, slots) float32, optional
-        Added to logits; a token's place is 64 times its record's index within the head plus its index there. -inf hides it.
+        Added to logits; a token's place is 64 times its record's index within the head plus its index there, or what the
+        records' positions say of that place: then (rows, heads, any number above them). -inf hides it.
 
     Returns
     -------
@@ -417,8 +428,9 @@ def attend(query: Tensor, records: Records, scaling: float, bias: Tensor | None 
         raise ValueError(
             f"query {tuple(query.shape)} does not fit {records.rows} rows of {records.kv_heads} KV heads of {records.dim}"
         )
-    if bias is not None and (bias.shape[:2] != (rows, heads) or bias.shape[2] < max(records.slots)):
-        raise ValueError(f"bias {tuple(bias.shape)} must be ({rows}, {heads}, at least {max(records.slots)})")
+    least = max(records.slots) if records.positions is None else 0
+    if bias is not None and (bias.shape[:2] != (rows, heads) or bias.shape[2] < least):
+        raise ValueError(f"bias {tuple(bias.shape)} must be ({rows}, {heads}, at least {least})")
     if problem(query.device, dim, heads // records.kv_heads) is not None:
         return attend_plain(query, records, scaling, bias)
     plan = records.plan(heads // records.kv_heads)
@@ -428,6 +440,7 @@ def attend(query: Tensor, records: Records, scaling: float, bias: Tensor | None 
         records.books,
         plan.work,
         None if bias is None else bias.contiguous(),
+        records.positions,
         plan.arrived,
         plan.numbers,
         scaling,
@@ -442,6 +455,7 @@ def _attend_records(
     books: Tensor,
     work: Tensor | None,
     bias: Tensor | None,
+    positions: Tensor | None,
     arrived: Tensor,
     plan: list[int],
     scaling: float,
@@ -450,7 +464,8 @@ def _attend_records(
     rows, heads, dim = query.shape
     row_heads = books.shape[0] * books.shape[1]
     group = rows * heads // row_heads
-    library = _library(dim, _sets(group), warps, bias is not None)
+    kind = 0 if bias is None else 1 if positions is None else 2
+    library = _library(dim, _sets(group), warps, kind)
     output, lse = torch.empty_like(query), query.new_empty(rows, heads)
     partial = query.new_empty(blocks * group * (dim + 2))
     sums = partial[blocks * group * dim :]
@@ -460,7 +475,7 @@ def _attend_records(
 
     stride = 0 if bias is None else bias.shape[2]
     given = _Problem(
-        *(at(x) for x in (query, data, books, work, bias, partial, sums, arrived, output, lse)),
+        *(at(x) for x in (query, data, books, work, bias, positions, partial, sums, arrived, output, lse)),
         *(group, slot_bytes, stages, stride, scaling / math.log(2)),
         (ctypes.c_int32 * 3)(),
         (ctypes.c_int32 * 16)(*common),
@@ -480,6 +495,7 @@ def _(
     books: Tensor,
     work: Tensor | None,
     bias: Tensor | None,
+    positions: Tensor | None,
     arrived: Tensor,
     plan: list[int],
     scaling: float,
@@ -489,24 +505,24 @@ def _(
 
 class _Problem(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("query", "records", "books", "work", "bias")),
+        *((name, ctypes.c_void_p) for name in ("query", "records", "books", "work", "bias", "positions")),
         *((name, ctypes.c_void_p) for name in ("partial", "partial_sums", "arrived", "output", "lse")),
         *((name, ctypes.c_int32) for name in ("group", "slot_bytes", "stages", "bias_stride")),
         ("scaling", ctypes.c_float),
-        ("padding", ctypes.c_int32 * 3),  # `common` is aligned to 16 bytes
+        ("padding", ctypes.c_int32),  # `common` is aligned to 16 bytes
         ("common", ctypes.c_int32 * 16),
     ]
 
 
 @cache
-def _library(dim: int, sets: int, warps: int, bias: bool) -> ctypes.CDLL:
-    """The kernel for one shape, from torch's folder of extensions or built there."""
+def _library(dim: int, sets: int, warps: int, bias: int) -> ctypes.CDLL:
+    """The kernel for one shape and kind of bias (records.cu), from torch's folder of extensions or built there."""
     from torch.utils import cpp_extension
 
-    name = f"kvfold_records_{dim}_{sets}_{warps}_{int(bias)}"
+    name = f"kvfold_records_{dim}_{sets}_{warps}_{bias}"
     folder = Path(cpp_extension.get_default_build_root()) / name
     folder.mkdir(parents=True, exist_ok=True)
-    macros = [f"-DHEAD_DIM={dim}", f"-DSETS={sets}", f"-DWARPS={warps}", f"-DBIAS={int(bias)}"]
+    macros = [f"-DHEAD_DIM={dim}", f"-DSETS={sets}", f"-DWARPS={warps}", f"-DBIAS={bias}"]
     cpp_extension.load(
         name,
         [str(Path(__file__).with_name("records.cu"))],

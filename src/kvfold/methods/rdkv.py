@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 
 from kvfold.allocate.budget import Budget
+from kvfold.allocate.groups import allocate_in_groups
 from kvfold.allocate.price import allocate_at_one_price, bytes_at_prices
 from kvfold.codecs.affine import dequantise, quantise
 from kvfold.codecs.codebook import common_levels, decode, encode
-from kvfold.codecs.fragments import WIDTHS
+from kvfold.codecs.fragments import TOKENS, WIDTHS
 from kvfold.errors import BudgetError, KvfoldError
 from kvfold.kernels.channel_sums import channel_sums, spans, unturned_sum
 from kvfold.kernels.column_sums import column_sums
@@ -38,6 +39,7 @@ from kvfold.methods.scores import keys_for_scores, query_energy, smooth, window_
 from kvfold.stores.base import Store
 from kvfold.stores.graded import Frame, GradedLayout, GradedStore, normal_keys, normal_values
 from kvfold.stores.graded.frame import value_rotation
+from kvfold.stores.graded.recorded import recorded_bytes
 from kvfold.stores.ragged import channel_dtype
 
 GAUSSIAN_ERROR = (1.0, 0.3634, 0.1175, 0.03455, 0.009524, 0.002499, 0.000641, 0.000163, 0.000088)
@@ -79,8 +81,8 @@ class RDKV(Method):
         Widths from 1 to 8 that a channel or value may get.
     tile : 1 or 16
         Channels of a key, neighbours in importance, that share a width. 16 makes folds that a GPU reads as records
-        (`stores.graded.recorded`): widths are of 1, 2, 3, 4 and 8, values have at least the least of them in every grade, and no
-        token is fine: what outgrows the grades is exact.
+        (`stores.graded.recorded`): widths are of 1, 2, 3, 4 and 8, values have at least the least of them in every grade, no
+        token is fine (what outgrows the grades is exact), and a prompt's tokens come to each grade 64 at a time.
     scope : "model", "stream", "layer" or "head"
         Units that share one multiplier and one budget. "model" needs the exact prompt of every layer at once. The others
         hold one layer's at a time: "stream" gives each layer what the multiplier would, judging the layers to come by
@@ -114,6 +116,8 @@ class RDKV(Method):
             raise ValueError(f"widths must be chosen from 1 to 8, got {self.widths}")
         if self.tile > 1 and not {*self.widths} <= {*WIDTHS}:
             raise ValueError(f"with tile={self.tile}, widths must be chosen from {WIDTHS}, got {self.widths}")
+        if self.tile > 1 and list(self.grades) != sorted(self.grades):
+            raise ValueError(f"with tile={self.tile}, grades must ascend, got {self.grades}")
         if not self.grades or any(level <= 0 for level in self.grades):
             raise ValueError(f"grades must be positive water levels, got {self.grades}")
         if self.window < 1 or self.sampled < 1 or self.horizon < 1:
@@ -145,12 +149,17 @@ class RDKV(Method):
             raise KvfoldError(f"tile={self.tile} does not divide the {key_dim} channels of a key; use tile=1")
         layout = self._layout(tokens, (tokens,), (0,), key_dim, value_dim)
         least = layout.frame_bytes(kv_heads, len(self.grades), turned=True) + kv_heads * layout.exact_bytes
+        least += self._more_bytes(layout, kv_heads)[1]
         full = 2 * tokens * kv_heads * (key_dim + value_dim)
         if self.budget.counts_metadata and self.budget.bytes(tokens, kv_heads, key_dim, value_dim) < least:
             raise BudgetError(
                 f"the budget is smaller than the metadata of a {tokens}-token prompt: at least"
                 f" keep={least / full:.4f} ({16 * least / full:.3f} bits per element) is needed"
             )
+
+    def _more_bytes(self, layout: GradedLayout, kv_heads: int) -> tuple[int, int]:
+        """Bytes of a token, and of a row, that records take beside the plain form's."""
+        return (0, 0) if self.tile == 1 else recorded_bytes(layout, kv_heads)
 
     def _layout(
         self, tokens: int, real_tokens: tuple[int, ...], shifts: tuple[int, ...], key_dim: int, value_dim: int
@@ -260,9 +269,13 @@ class RDKV(Method):
         have: int | Tensor = budget
         if self.scope == "stream":
             have = self._stream(pool[0][0].view, row, budget, distortion, cost)
-        choice = allocate_at_one_price(distortion, cost, have)
+        if self.tile > 1 and not pool[0][0].view.generated:
+            choice, spent = allocate_in_groups(distortion, cost, have, TOKENS, len(self.grades))
+        else:
+            choice = allocate_at_one_price(distortion, cost, have)
+            spent = cost.gather(1, choice).sum()
         if self.scope == "stream":
-            pool[0][0].view.account[row]["left"] -= cost.gather(1, choice).sum()
+            pool[0][0].view.account[row]["left"] -= spent
         start = 0
         for draft, heads in pool:
             count = draft.cost[row, heads].shape[0]
@@ -336,12 +349,13 @@ class RDKV(Method):
             distortion[..., -2] = distortion[..., 0]  # fine: dearer than evicting, no better
         distortion *= real[..., None]
         metadata = self.budget.counts_metadata
-        extra = 0 if metadata else layout.token_bytes([], 0)
+        more, fixed_more = self._more_bytes(layout, heads)
+        extra = -more if metadata else layout.token_bytes([], 0)
         table = [
             [
                 [0]
                 + [layout.token_bytes(counts, bits) - extra for counts, bits in zip(head_counts, head_bits)]
-                + [layout.fine_bytes, layout.exact_bytes] * metadata
+                + [layout.fine_bytes, layout.exact_bytes + more] * metadata
                 + [key_dim + value_dim, 2 * (key_dim + value_dim)] * (not metadata)
                 for head_counts, head_bits in zip(row_counts, row_bits)
             ]
@@ -349,7 +363,7 @@ class RDKV(Method):
         ]
         fixed = 4 * heads * (grades + 2)
         if shared is None:
-            fixed = layout.frame_bytes(heads, grades, frame.key_turned is not None)
+            fixed = layout.frame_bytes(heads, grades, frame.key_turned is not None) + fixed_more
         return _Draft(
             view=view,
             layout=layout,

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache, cached_property
-from itertools import accumulate
+from itertools import accumulate, groupby
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,13 +20,16 @@ from torch import Tensor
 from kvfold.codecs import lookup
 from kvfold.codecs.codebook import COMMON_UNIT, common_levels, decode
 from kvfold.codecs.fragments import MOST_TILES, TILE, TOKENS, WIDTHS, Coded, RecordFormat, pack_mixed, unpack
-from kvfold.kernels.position_bias import position_logits
-from kvfold.kernels.records import BOOK, MOST_GROUP, Records, Run, attend, book
+from kvfold.kernels import around_records, dense_decode, ragged_decode
+from kvfold.kernels.around_records import Basis, Rotations, Turned
+from kvfold.kernels.dense_decode import Exact
+from kvfold.kernels.ragged_decode import Ragged
+from kvfold.kernels.records import BOOK, Records, Run, book
 from kvfold.kernels.reference import Part, merge, softmax_part
 from kvfold.kernels.reference import attend as attend_exact
 from kvfold.stores.base import AttendContext, Kept, Rotary, Store
-from kvfold.stores.graded.frame import require, value_rotation
-from kvfold.stores.graded.sections import key_sections, value_sections
+from kvfold.stores.graded.frame import GradedLayout, require, value_rotation
+from kvfold.stores.graded.sections import Section, key_sections, value_sections
 from kvfold.stores.graded.store import GradedStore
 from kvfold.stores.ragged import position_dtype
 
@@ -41,8 +46,7 @@ class RecordedGradedStore(GradedStore):
     buffers : mapping of str to Tensor
         "counts" as in `GradedStore`, no token fine; "records" (bytes,) uint8, by row, head and grade; "positions" (slots,) int32,
         one for each place that a record has, 0 where there is no token; "exact_keys" and "exact_values" (exact, dim) by row and head,
-        "exact_positions" (exact,) and "exact_starts" (rows * kv_heads + 1,) int32: the first row of each. And what follows from the
-        frame: "books" (rows, kv_heads, tiles + 1, 32) uint8, "key_scale" (rows, kv_heads, key_dim) float32, what queries are
+        "exact_positions" (exact,) int32. And what follows from the frame: "books" (rows, kv_heads, tiles + 1, 32) uint8, "key_scale" (rows, kv_heads, key_dim) float32, what queries are
         multiplied with in the frame's order, and "value_scale" (rows, kv_heads) float32.
 
     Raises
@@ -59,7 +63,6 @@ class RecordedGradedStore(GradedStore):
         "key_scale": "scales",
         "value_scale": "scales",
         "exact_positions": "positions",
-        "exact_starts": "order",
     }
 
     @classmethod
@@ -92,13 +95,13 @@ class RecordedGradedStore(GradedStore):
         coded = Coded(buffers.pop("keys"), buffers.pop("values"), None, buffers.pop("magnitudes"))
         buffers["records"] = pack_mixed(coded, [run.layout for run in every], [run.records for run in every])
         buffers["counts"] = store.buffers["counts"]
-        whole = cls(store.layout, store.frame, {**buffers, **_constants(store, counts)})
+        whole = cls(store.layout, store.frame, {**buffers, **_constants(store)})
         return whole._seen(store.tokens, store.real_tokens)
 
     def plain(self) -> GradedStore:
         """The store that this one was made of."""
         layout, frame, counts = self.layout, self.frame, self._counts
-        key_counts, value_bits = frame.key_counts.tolist(), frame.value_bits.tolist()
+        key_counts, value_bits = frame.grades
         names = ("positions", "key_codes", "value_codes", "magnitudes", "exact_keys", "exact_values")
         parts: dict[str, list[Tensor]] = {name: [] for name in names}
         for row in range(self.rows):
@@ -147,7 +150,6 @@ class RecordedGradedStore(GradedStore):
             "exact_positions": exact,
             "exact_keys": exact,
             "exact_values": exact,
-            "exact_starts": len(runs) + 1,
         }
         for name, size in expected.items():
             if self.buffers[name].shape[0] != size:
@@ -156,9 +158,42 @@ class RecordedGradedStore(GradedStore):
         self._first_slot = [*accumulate(slots, initial=0)]
         self._first_exact = [*accumulate((head[-1] for row in self._counts for head in row), initial=0)]
 
+    @staticmethod
+    def problem(store: GradedStore) -> str | None:
+        """Why records would not be read by a kernel where the store is; None if they would."""
+        return around_records.problem(store.frame.order.device, store.key_dim, 1)
+
+    def for_decoding(self) -> Store:
+        return self if self.problem(self) is None else self.plain()
+
     @cached_property
     def _records(self) -> Records:
-        return Records(self.buffers["records"], self.buffers["books"], self._runs)
+        buffers = self.buffers
+        return Records(buffers["records"], buffers["books"], self._runs, buffers["positions"])
+
+    @cached_property
+    def _basis(self) -> Basis:
+        frame, buffers = self.frame, self.buffers
+        rotation = value_rotation(self.value_dim, frame.order.device)[None]
+        which = torch.zeros(self.kv_heads, dtype=torch.int32, device=rotation.device)
+        return Basis(
+            scale=buffers["key_scale"],
+            value_scale=buffers["value_scale"],
+            order=frame.order,
+            values=Rotations(rotation, which),
+            key_mean=frame.key_mean,
+            value_mean=frame.value_mean,
+        )
+
+    @cached_property
+    def _exact_tokens(self) -> Ragged:
+        keys, values = self.buffers["exact_keys"], self.buffers["exact_values"]
+        sizes = tuple(head[-1] for row in self._counts for head in row)
+        bias = None
+        if self.tokens < self.layout.tokens:
+            gone = self.buffers["exact_positions"] >= self.tokens
+            bias = torch.zeros(len(keys), device=keys.device).masked_fill_(gone, -torch.inf)
+        return Ragged(keys, values, bias, self.buffers["counts"][..., -1].contiguous(), sizes)
 
     def _slots_of(self, row: int, head: int) -> slice:
         index = row * self.kv_heads + head
@@ -171,11 +206,14 @@ class RecordedGradedStore(GradedStore):
     # ---- attention ----
 
     def attend(self, query: Tensor, rows: Tensor | None, context: AttendContext) -> Part:
-        together = query.shape[1] // self.kv_heads * query.shape[2]
-        ordinary = rows is None and context.expand is None and context.softcap is None
-        if not ordinary or together > MOST_GROUP:
+        if rows is not None or not self._served(query, context):
             return super().attend(query, rows, context)
-        return self.attend_records(query, context)
+        if not ragged_decode.fits(query, self._exact_tokens):
+            coded = around_records.attend(
+                query, self._records, self._basis, context.scaling, **self._around(context)
+            )
+            return merge([coded, self._exact_part(query, context)])
+        return self._attend(query, context)
 
     def attend_with_tail(
         self,
@@ -186,57 +224,58 @@ class RecordedGradedStore(GradedStore):
         before: Part | None,
         length: Tensor | None = None,
     ) -> Part | None:
-        return None
+        served = self._served(query, context) and ragged_decode.fits(query, self._exact_tokens)
+        if not served or not dense_decode.fits(query, key, value):
+            return None
+        return self._attend(query, context, Exact(key, value, length), before)
+
+    def _served(self, query: Tensor, context: AttendContext) -> bool:
+        """Whether the kernels serve: every row its own queries, no cap, at most 16 queries a KV head."""
+        ordinary = context.expand is None and context.softcap is None and query.shape[0] == self.rows
+        together = query.shape[1] // self.kv_heads * query.shape[2]
+        return ordinary and around_records.problem(query.device, self.key_dim, together) is None
+
+    def _attend(
+        self, query: Tensor, context: AttendContext, tail: Exact | None = None, before: Part | None = None
+    ) -> Part:
+        """By kernels, one query a head: records, then exact tokens and the tail."""
+        scaling = context.scaling
+        coded = around_records.attend(
+            query, self._records, self._basis, scaling, **self._around(context), before=before
+        )
+        return ragged_decode.attend(query, self._exact_tokens, tail, scaling, before=coded)
 
     def attend_records(self, query: Tensor, context: AttendContext) -> Part:
-        """As `attend`, by `kernels.records`: every row its own queries, no cap, at most 16 queries a KV head."""
-        frame = self.frame
-        q = query.float().reshape(self.rows, self.kv_heads, -1, self.key_dim) * context.scaling
-        coded = (
-            q.gather(-1, frame.order.long()[:, :, None].expand_as(q)) * self.buffers["key_scale"][:, :, None]
+        """As `attend`, by plain torch, but over records as the kernels read them: their twin."""
+        coded = around_records.attend_plain(
+            query, self._records, self._basis, context.scaling, **self._around(context)
         )
-        output, lse = attend(coded.flatten(1, 2), self._records, 1.0, self._bias(q, context))
-        output, lse = output.view(q.shape), lse.view(q.shape[:-1])
-        output = output * self.buffers["value_scale"][..., None, None]
-        output = output @ value_rotation(self.value_dim, q.device) + frame.value_mean[:, :, None].float()
-        output, lse = merge([(output, lse), self._exact_part(q)])
-        return output.view(*query.shape[:3], -1), lse.view(query.shape[:3])
+        return merge([coded, self._exact_part(query, context)])
 
-    def _bias(self, query: Tensor, context: AttendContext) -> Tensor:
-        """What is added to logits (rows, kv_heads * n, slots): the means', and -inf for what `crop` hid."""
-        frame = self.frame
-        constant = query @ frame.key_mean.float()[..., None]
-        bias = query.new_zeros(*query.shape[:3], max(self._records.slots)) + constant
-        for row in range(self.rows):
-            turned = None
-            if frame.key_turned is not None:
-                vector, rotary = frame.key_turned[row].float(), require(context.rotary)
-                shift = self.layout.shifts[row]
-                turned = position_logits(query[row], vector, rotary, self.layout.tokens, shift)
-            for head in range(self.kv_heads):
-                positions = self.buffers["positions"][self._slots_of(row, head)]
-                own = bias[row, head, :, : len(positions)]
-                if turned is not None:
-                    own += turned[head].index_select(1, positions)
-                if self.tokens < self.layout.tokens:
-                    own.masked_fill_(positions >= self.tokens, -torch.inf)
-        return bias.flatten(1, 2)
+    def _around(self, context: AttendContext) -> dict[str, Any]:
+        """What else `kernels.around_records` attends to."""
+        turned = hidden = None
+        layout, vector = self.layout, self.frame.key_turned
+        if vector is not None:
+            turned = Turned(vector, require(context.rotary), layout.tokens, layout.shifts)
+        if self.tokens < layout.tokens:
+            position = torch.arange(layout.tokens, device=self.frame.order.device)
+            hidden = (position >= self.tokens).expand(self.rows, -1)
+        return {"turned": turned, "hidden": hidden}
 
-    def _exact_part(self, query: Tensor) -> Part:
-        """Attention of scaled queries (rows, kv_heads, n, dim) over the exact tokens of their heads."""
-        output, lse = torch.zeros_like(query), query.new_full(query.shape[:-1], -torch.inf)
+    def _exact_part(self, query: Tensor, context: AttendContext) -> Part:
+        """Attention of queries (rows, heads, n, dim) over the exact tokens of their heads, by plain torch."""
+        grouped = query.float().reshape(self.rows, self.kv_heads, -1, self.key_dim) * context.scaling
+        exact, output = self._exact_tokens, torch.zeros_like(grouped)
+        lse = grouped.new_full(grouped.shape[:-1], -torch.inf)
         for row in range(self.rows):
             for head in range(self.kv_heads):
                 own = self._exact(row, head)
-                if own.start == own.stop:
-                    continue
-                logits = query[row, head] @ self.buffers["exact_keys"][own].float().t()
-                if self.tokens < self.layout.tokens:
-                    hidden = self.buffers["exact_positions"][own] >= self.tokens
-                    logits.masked_fill_(hidden, -torch.inf)
-                values = self.buffers["exact_values"][own].float()
-                output[row, head], lse[row, head] = softmax_part(logits, values)
-        return output, lse
+                logits = grouped[row, head] @ exact.keys[own].float().t()
+                if exact.bias is not None:
+                    logits += exact.bias[own]
+                output[row, head], lse[row, head] = softmax_part(logits, exact.values[own].float())
+        return output.view(query.shape), lse.view(query.shape[:3])
 
     def _attend_row(self, row: int, query: Tensor, context: AttendContext) -> Part:
         """Head by head over decoded tokens: for what the kernel does not take."""
@@ -305,16 +344,11 @@ class RecordedGradedStore(GradedStore):
             buffers[name] = torch.cat([buffer[:0], *pieces])
         for name in ("counts", "books", "key_scale", "value_scale"):
             buffers[name] = self.buffers[name][rows]
-        buffers["exact_starts"] = _exact_starts([self._counts[row] for row in chosen], rows.device)
         layout = self._layout_of(chosen, "real_tokens", "shifts")
         real = tuple(self.real_tokens[row] for row in chosen)
         return RecordedGradedStore(layout, self.frame.select(rows), buffers)._seen(self.tokens, real)
 
     def join(self, following: Store) -> GradedStore | None:
-        if not isinstance(following, GradedStore):
-            return None
-        if isinstance(following, RecordedGradedStore):
-            following = following.plain()
         both = self.plain().join(following)
         return None if both is None else recorded(both)
 
@@ -324,12 +358,18 @@ def recorded(store: GradedStore) -> GradedStore:
     return RecordedGradedStore.of(store) or store
 
 
+def recorded_bytes(layout: GradedLayout, heads: int) -> tuple[int, int]:
+    """Bytes that records take beside the plain form's, where they are full: of a token, and of one row's heads."""
+    books, scales = BOOK * (layout.key_dim // TILE + 1), 4 * layout.key_dim + 4
+    return 4 - position_dtype(layout.tokens).itemsize, heads * (books + scales)
+
+
 def _runs(store: GradedStore, counts: list[list[list[int]]]) -> list[tuple[Run, ...]] | None:
     """Grades of each row and head that hold tokens; None where records cannot be."""
     layout, dim = store.layout, store.key_dim
     if dim != store.value_dim or dim % TILE or dim > TILE * MOST_TILES or not store.rows:
         return None
-    key_counts, value_bits = store.frame.key_counts.tolist(), store.frame.value_bits.tolist()
+    key_counts, value_bits = store.frame.grades
     result = []
     for row, row_counts in enumerate(counts):
         for head, (*graded, fine, _) in enumerate(row_counts):
@@ -360,27 +400,40 @@ def _slots(runs: Sequence[Run], device: torch.device) -> Tensor:
 def _codes(store: GradedStore, row: int, counts: list[list[int]]) -> tuple[Tensor, Tensor]:
     """Codes of one row's coded tokens, head by head: (tokens, dim) uint8, of keys in the frame's order, and of values."""
     layout, buffers = store.layout, store._rows[row].buffers
+    key_counts, value_bits = store.frame.grades[0][row], store.frame.grades[1][row]
     sections = (
-        ("key_codes", key_sections(layout.widths, counts, store.frame.key_counts[row].tolist())),
-        ("value_codes", value_sections(layout.value_dim, counts, store.frame.value_bits[row].tolist())),
+        ("key_codes", key_sections(layout.widths, counts, key_counts)),
+        ("value_codes", value_sections(layout.value_dim, counts, value_bits)),
     )
     firsts = list(accumulate((sum(head[:-2]) for head in counts), initial=0))
     result = []
     for name, own in sections:
         codes, begin = buffers[name].new_zeros(firsts[-1], layout.key_dim), 0
-        for one in own:
-            tokens = slice(firsts[one.head] + one.start, firsts[one.head] + one.stop)
-            packed = buffers[name][begin : begin + one.nbytes].view(-1, one.row_bytes)
-            codes[tokens, one.column : one.column + one.channels] = lookup.unpack(
-                packed, one.width, one.channels
-            )
-            begin += one.nbytes
+        for width, group in groupby(own, key=attrgetter("width")):
+            some = list(group)
+            size = sum(one.nbytes for one in some)
+            for one, piece in zip(some, _unpacked(buffers[name][begin : begin + size], width, some)):
+                tokens = slice(firsts[one.head] + one.start, firsts[one.head] + one.stop)
+                codes[tokens, one.column : one.column + one.channels] = piece
+            begin += size
         result.append(codes)
     return result[0], result[1]
 
 
-def _constants(store: GradedStore, counts: list[list[list[int]]]) -> dict[str, Tensor]:
-    """What follows from the frame and the counts."""
+def _unpacked(packed: Tensor, width: int, sections: list[Section]) -> list[Tensor]:
+    """Codes (tokens, channels) of sections that follow each other, of whole tiles."""
+    if width in lookup.NEIGHBOURS:  # rows that are whole bytes: one step for all
+        codes = lookup.unpack(packed[None], width, len(packed) * 8 // width)[0]
+        parts = codes.split([(one.stop - one.start) * one.channels for one in sections])
+        return [part.view(-1, one.channels) for part, one in zip(parts, sections)]
+    parts = packed.split([one.nbytes for one in sections])
+    return [
+        lookup.unpack(part.view(-1, one.row_bytes), width, one.channels) for part, one in zip(parts, sections)
+    ]
+
+
+def _constants(store: GradedStore) -> dict[str, Tensor]:
+    """What follows from the frame."""
     frame, device = store.frame, store.frame.order.device
     levels = {width: (common_levels(width) / COMMON_UNIT).int().tolist() for width in WIDTHS if width < 8}
     tiles = store.key_dim // TILE
@@ -388,13 +441,7 @@ def _constants(store: GradedStore, counts: list[list[list[int]]]) -> dict[str, T
         "books": book(levels).to(device).expand(store.rows, store.kv_heads, tiles + 1, BOOK).contiguous(),
         "key_scale": frame.key_deviation.float().gather(2, frame.order.long()) * COMMON_UNIT,
         "value_scale": frame.value_magnitude * COMMON_UNIT,
-        "exact_starts": _exact_starts(counts, device),
     }
-
-
-def _exact_starts(counts: list[list[list[int]]], device: torch.device) -> Tensor:
-    starts = accumulate((head[-1] for row in counts for head in row), initial=0)
-    return torch.tensor(list(starts), dtype=torch.int32, device=device)
 
 
 @cache

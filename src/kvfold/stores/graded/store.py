@@ -18,6 +18,9 @@ from kvfold.stores.graded.frame import Frame, GradedLayout, magnitudes, require,
 from kvfold.stores.graded.sections import cut, sizes
 from kvfold.stores.ragged import RaggedStore, position_dtype
 
+MOST_OF_RECORDS = 1.25
+"""Times its bytes that a store may take as records to be decoded from them."""
+
 
 class GradedStore(RaggedStore):
     """Tokens coded by grade.
@@ -101,6 +104,19 @@ class GradedStore(RaggedStore):
 
     def _again(self) -> GradedStore:
         return type(self)(self.layout, self.frame, self.buffers)
+
+    def plain(self) -> GradedStore:
+        """The same content in the form that does not hang on a device: itself."""
+        return self
+
+    def for_decoding(self) -> Store:
+        from kvfold.stores.graded.recorded import RecordedGradedStore
+
+        if RecordedGradedStore.problem(self) is not None:
+            return self
+        found = RecordedGradedStore.of(self)
+        # Few tokens, as of a block of generated ones, fill no records.
+        return self if found is None or found.nbytes > MOST_OF_RECORDS * self.nbytes else found
 
     # ---- attention ----
 
@@ -201,6 +217,7 @@ class GradedStore(RaggedStore):
     def join(self, following: Store) -> GradedStore | None:
         if not isinstance(following, GradedStore) or following.frame is not self.frame:
             return None
+        following = following.plain()
         shifts = tuple(shift + self.tokens for shift in self.layout.shifts)
         whole = self.tokens == self.layout.tokens and following.tokens == following.layout.tokens
         if not whole or following.layout.shifts != shifts:
