@@ -71,9 +71,8 @@ def reference(query, tokens, group, scaling, softcap):
     return torch.stack(outputs).view(*shape, -1), torch.stack(lses).view(shape)
 
 
-def check(attend=None, append=None):
+def check(attend=paged_decode.attend, append=paged_decode.append, move=paged_decode.move):
     generator = torch.Generator().manual_seed(0)
-    attend, append = attend or paged_decode.attend, append or paged_decode.append
     for batch, heads, group, dim, value_dim, counts, span, dtype, softcap in CASES:
         paged, tokens = layer(generator, counts, dim, value_dim, span, dtype)
         query = torch.randn(batch, heads * group, 1, dim, generator=generator).to(DEVICE, dtype)
@@ -89,9 +88,8 @@ def check(attend=None, append=None):
                 torch.randn(batch, 1, heads, width, generator=generator).to(DEVICE, dtype).transpose(1, 2)
                 for width in (dim, value_dim)
             ]  # tokens outermost: strides must be honoured
-            log_beta = -torch.rand(batch, heads, 1, generator=generator).to(DEVICE)
             before = paged.counts.clone()
-            append(*new, log_beta, paged, torch.tensor([7], device=DEVICE), 30)
+            append(*new, paged, torch.tensor([7], device=DEVICE), 30)
             assert torch.equal(paged.counts, before + 1)
             for slot, old in enumerate(tokens):
                 k, v = (states.flatten(0, 1)[slot].cpu() for states in new)
@@ -99,8 +97,18 @@ def check(attend=None, append=None):
                 tokens[slot] = torch.cat([old[0], k]), torch.cat([old[1], v])
                 at = int(paged.table[paged.starts[slot] + count // PAGE]) * PAGE + count % PAGE
                 assert int(paged.positions[at]) == 37
-                assert float(paged.log_beta[at]) == float(log_beta.flatten()[slot])
             assert int((paged.positions != 0).sum()) == len(counts) * (more + 1)
+    # Some tokens are moved over others; the rest of the pool stays as it is.
+    pools = [getattr(paged, name) for name in ("keys", "values", "positions", "log_beta")]
+    for pool in pools:
+        pool.copy_(torch.randint(0, 99, pool.shape, generator=generator))
+    expected = [pool.clone() for pool in pools]
+    places = torch.randperm(len(paged.keys), generator=generator).to(DEVICE)
+    gaps, sources = places, places.roll(40)
+    for pool in expected:
+        pool[gaps[:37]] = pool[sources[:37]].clone()
+    move(paged, gaps, sources, torch.tensor(37, device=DEVICE))
+    assert all(torch.equal(pool, other) for pool, other in zip(pools, expected, strict=True))
     nothing = replace(paged, counts=torch.zeros_like(paged.counts))
     output, lse = attend(query, nothing, 1.0)
     assert not output.any() and torch.isneginf(lse).all()
@@ -122,7 +130,7 @@ def test_against_float64():
 
 
 def test_plain_against_float64():
-    check(paged_decode.attend_plain, paged_decode.append_plain)
+    check(paged_decode.attend_plain, paged_decode.append_plain, paged_decode.move_plain)
 
 
 def test_what_fits():

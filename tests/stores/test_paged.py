@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvfold import DBTrimKV
 from kvfold.ledger import tensor_bytes
 from kvfold.stores.base import AttendContext
 from kvfold.stores.paged import PAGE, Pages, Tokens
@@ -21,6 +23,7 @@ class Lists:
     def __init__(self, seed):
         self.generator = torch.Generator().manual_seed(seed)
         self.slots = [[] for _ in range(SLOTS)]
+        self.new = []
 
     def draw(self, *shape):
         return torch.randn(*shape, generator=self.generator).half().float()
@@ -49,7 +52,7 @@ class Lists:
         return stores
 
     def token(self, position):
-        """A new token for every slot, by layer."""
+        """A new token for every slot, by layer; the log betas of those read since the last eviction are in `new`."""
         found = []
         for layer in range(LAYERS):
             key, value = self.draw(ROWS, HEADS, 1, KEY), self.draw(ROWS, HEADS, 1, VALUE)
@@ -60,7 +63,13 @@ class Lists:
                     (position, float(log_beta.flatten()[index]), k, v)
                 )
             found.append((key, value, log_beta))
+        self.new.append(torch.stack([states[2] for states in found]))
         return found
+
+    def log_beta(self, ahead):
+        """(layers, rows, kv_heads, ahead), NaN where no token was read."""
+        new, self.new = torch.cat(self.new, 3), []
+        return torch.nn.functional.pad(new, (0, ahead - new.shape[3]), value=torch.nan)
 
 
 def contents(pages):
@@ -107,18 +116,23 @@ def test_whatever_happens_to_tokens(seed):
     step, seen = torch.zeros(1, dtype=torch.long), 53
     for _ in range(6):
         for _ in range(ahead - pages.newer):
-            for number, new in enumerate(lists.token(seen)):
-                pages.append(number, *new, step, 53)
+            for number, (key, value, _) in enumerate(lists.token(seen)):
+                pages.append(number, key, value, step, 53)
             step += 1
             seen += 1
             pages.read()
+        log_beta = lists.log_beta(ahead)
+        if seen == 57:  # those of the tails are known
+            log_beta[..., :3] = torch.nan
+        pages.judge(log_beta)
         assert contents(pages) == expected(lists)
         # Some slots win all and others lose all: what is kept is drawn with a chance of its own for each slot.
         chance = torch.rand(SLOTS, generator=draw).round(decimals=1) * 1.3
 
         def choose(entries, chance=chance, seen=seen):
             found = entries.alive.nonzero()[:, 0].tolist()
-            assert len(found) == sum(map(len, lists.slots)) and entries.lot.tokens == seen
+            assert len(found) == sum(map(len, lists.slots)) and int(entries.tokens) == seen
+            assert entries.padding.tolist() == [0, 2] and entries.limits.tolist() == [5, 6]
             slots, positions = entries.slots.tolist(), entries.positions.tolist()
             kept = [i for i in found if float(torch.rand(1, generator=draw)) < float(chance[slots[i]])]
             names = {(slots[i], positions[i]) for i in kept[:bound]}
@@ -128,21 +142,25 @@ def test_whatever_happens_to_tokens(seed):
             chosen[kept[:bound]] = True
             return chosen
 
+        pages.begin_eviction([5, 6])
         pages.evict(choose)
+        pages.end_eviction()
         assert contents(pages) == expected(lists)
     assert [x.data_ptr() for x in pages.tensors()] == addresses
     assert sum(map(tensor_bytes, pages.tensors())) == size
     # The pool is what was asked for, with less than a page to spare in each slot.
     entry = 4 * (KEY + VALUE + 2)
-    tables = 4 * (3 * SLOTS + 2 + SLOTS * 3)
+    tables = 4 * (3 * SLOTS + 2 + SLOTS * 3) + 8 * (2 * ROWS + 2)
     most = (bound + SLOTS * (ahead + PAGE - 1)) // PAGE
     assert size <= most * PAGE * entry + tables + 4 * (most + most // 4)
     for new in (0, 2):
         for _ in range(new):
-            for number, states in enumerate(lists.token(seen)):
-                pages.append(number, *states, step, 53)
+            for number, (key, value, _) in enumerate(lists.token(seen)):
+                pages.append(number, key, value, step, 53)
             step, seen = step + 1, seen + 1
             pages.read()
+        if new:
+            pages.judge(lists.log_beta(ahead))
         back = pages.give_back()
         for layer, (store, tail) in enumerate(back):
             assert store.tokens == seen - new and store.real_tokens == (seen - new, seen - new - 2)
@@ -180,10 +198,32 @@ def test_more_than_the_pool_holds():
     lists = Lists(0)
     tail = Tokens(*lists.token(40)[0])
     pages = Pages(lists.stores(40, [5] * SLOTS), [tail] * LAYERS, 5 * SLOTS + 1, 3)
-    pages.evict(lambda entries: entries.alive & (entries.positions > 30))
+    pages.evict(lambda entries: entries.alive)
     with pytest.raises(ValueError, match="room for"):
-        for _ in range(3):
-            for layer in range(LAYERS):
-                pages.append(layer, tail.keys, tail.values, tail.log_beta, torch.zeros(1), 41)
-            pages.read()
-            pages.evict(lambda entries: entries.alive)
+        pages.end_eviction()
+
+
+def test_evicting_waits_for_no_device():
+    """Nothing that a step or an eviction does asks the device for a number, so that CUDA graphs can hold both."""
+    seen = set()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.add(str(function))
+            return function(*args, **(kwargs or {}))
+
+    lists = Lists(1)
+    tails = [Tokens(*states) for states in lists.token(40)]
+    pages = Pages(lists.stores(40, [9] * SLOTS), tails, 9 * SLOTS, 3)
+    new = lists.token(41)
+    for method in (
+        DBTrimKV(tokens=9, sinks=2, recent=3, lookahead=4), DBTrimKV(threshold=0.5), DBTrimKV(tokens=9, scope="head"),
+    ):  # fmt: skip
+        pages.begin_eviction([9 * SLOTS // ROWS] * ROWS)
+        with Watch():
+            for number, (key, value, _) in enumerate(new):
+                pages.append(number, key, value, torch.zeros(1), 41)
+            pages.judge(-torch.rand(LAYERS, ROWS, HEADS, 3))
+            pages.evict(method.choose)
+    assert "aten.sort.stable" in seen
+    assert not seen & {"aten._local_scalar_dense.default", "aten.nonzero.default", "aten.is_nonzero.default"}

@@ -301,12 +301,12 @@ class FixedCache(Cache):
             if isinstance(layer, LinearAttentionLayer)
             for tensor in tensors_in(vars(layer))
         ]
-        self.paging = Paging(source, room) if source.method.pages else None
+        self.paging = Paging(source, room, self.step) if source.method.pages else None
         self.layers: list[Any] = [self._fixed(layer) for layer in source.layers]
         rooms = (room for layer in self._own for room in (layer.keys, layer.values))
         source.reserved = [room for room in rooms if room is not None]
         if self.paging is not None:
-            source.reserved += self.paging.pages.tensors()
+            source.reserved += self.paging.tensors()
             self.paging.release()
 
     @property
@@ -351,16 +351,18 @@ class FixedCache(Cache):
         """Make ready for the next token: device work only."""
         for slots in self._slots.values():
             slots.move(self.step)
+        if self.paging is not None:
+            self.paging.begin(self.step)
 
     def advance(self) -> None:
         """The token is in: device work only."""
         self.step += 1
 
-    def count(self) -> None:
-        """The host's part of a step: count the token, and evict if that is due."""
+    def count(self, capture: bool) -> None:
+        """The host's part of a step: count the token, and evict if that is due, as a CUDA graph where there may be one."""
         self.taken += 1
         if self.paging is not None:
-            self.paging.count()
+            self.paging.count(capture)
 
     def give_back(self, positions: Tensor | None = None) -> None:
         """Hand the new tokens to the source, which folds a block if one is full; then this cache is spent.

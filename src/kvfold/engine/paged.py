@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -9,13 +10,16 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
+from kvfold.engine.graph import CaptureError, captured
 from kvfold.engine.layer import FixedAddresses
 from kvfold.errors import NonFiniteError
 from kvfold.hf import FoldedCache, bridge, inputs
 from kvfold.hf.call import expand_of
 from kvfold.hf.layer import FoldedLayer, Segment
 from kvfold.stores.paged import Pages, Tokens
-from kvfold.stores.retained import Entries, Lot, RetainedStore
+from kvfold.stores.retained import Lot, RetainedStore
+
+logger = logging.getLogger(__name__)
 
 
 def obstacle(cache: FoldedCache) -> str | None:
@@ -68,9 +72,11 @@ class Paging:
     source : FoldedCache
     room : int
         Tokens that will be decoded at most.
+    step : (1,) int64
+        Tokens decoded, in device memory.
     """
 
-    def __init__(self, source: FoldedCache, room: int):
+    def __init__(self, source: FoldedCache, room: int, step: Tensor):
         self.source, self.method = source, source.method
         layers, lot = source.folded_layers, _lot(source)
         self.start = lot.tokens
@@ -86,6 +92,17 @@ class Paging:
             gates = none if layer.gates is None else layer.gates
             tails.append(Tokens(layer.keys, layer.values, gates[..., 0]))
         self.pages = Pages(_stores(source), tails, bound, ahead)
+        # What the gates have to read is kept until an eviction is due, and then read at once.
+        self._given: list[Tensor | None] = [None] * len(layers)
+        self._first, self._slot = self.pages.newer, torch.zeros_like(step)
+        self._finite = torch.ones((), dtype=torch.bool, device=step.device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._refused = False
+
+    def tensors(self) -> list[Tensor]:
+        """All memory held, what `remember` has added with it."""
+        given = [given for given in self._given if given is not None]
+        return [*self.pages.tensors(), self._slot, self._finite, *given]
 
     def release(self) -> None:
         """Free what the source held: from here on it is here."""
@@ -94,7 +111,19 @@ class Paging:
             layer.segments, layer.gates = [], None
             layer.keys, layer.values = layer.keys[:, :, :0].clone(), layer.values[:, :, :0].clone()
 
-    def count(self) -> None:
+    def begin(self, step: Tensor) -> None:
+        """Make ready for the token that is `step` tokens after the first: device work only."""
+        torch.remainder(step + self._first, self.pages.ahead, out=self._slot)
+
+    def remember(self, number: int, given: Tensor) -> None:
+        """Keep what a layer's attention is given (rows, 1, hidden_size) for its gate: device work only, but the first time."""
+        kept = self._given[number]
+        if kept is None:
+            kept = self._given[number] = given.new_zeros(given.shape[0], self.pages.ahead, given.shape[2])
+            self.source.reserved.append(kept)
+        kept.index_copy_(1, self._slot, given)
+
+    def count(self, capture: bool) -> None:
         """A token is in, in every layer; evict, if that is due.
 
         Raises
@@ -107,20 +136,50 @@ class Paging:
         if not method.block or pages.newer < method.block:
             return
         new = pages.newer
-        pages.evict(self._choose)
+        pages.begin_eviction(method.limits(pages.lot))
+        if capture and self._evicted and self._graph is None and not self._refused:
+            # The first eviction has built kernels and workspaces.
+            try:
+                self._graph = captured(self._evict, self._slot.device)
+            except CaptureError as error:
+                self._refused = True
+                logger.warning("kvfold evicts without a CUDA graph: %s", error)
+        if self._graph is not None:
+            self._graph.replay()
+        else:
+            self._evict()
         self._evicted = True
-        first = self.source.folded_layers[0].layer_idx
-        self.source.note(first, pages.folded, new, folded=True, generated=True)
-
-    def _choose(self, entries: Entries) -> Tensor:
-        if not bool(torch.isfinite(entries.log_beta).all()):
+        pages.end_eviction()
+        if not bool(self._finite):
             raise NonFiniteError(
                 "the gates of kept tokens hold NaN or Inf; the model overflowed (try bfloat16 or float32)"
             )
-        return self.method.choose(entries)
+        first = self.source.folded_layers[0].layer_idx
+        self.source.note(first, pages.folded, new, folded=True, generated=True)
+
+    def _evict(self) -> None:
+        self._judge()
+        self.pages.evict(self.method.choose)
+
+    def _judge(self) -> None:
+        """Let the gates read what is new; device work only."""
+        (gate,) = self.method.needs.gates
+        layers = self.source.folded_layers
+        found = [
+            gate(given, layer.layer_idx).to(given.device)
+            for given, layer in zip(self._given, layers, strict=True)
+            if given is not None
+        ]
+        if len(found) < len(layers):
+            return  # the first step failed midway
+        log_beta = torch.stack(found)
+        self._finite.copy_(torch.isfinite(log_beta).all())
+        self.pages.judge(log_beta)
 
     def give_back(self) -> None:
         """Give the source what is kept, and the tokens read since the last eviction."""
+        self._graph = None
+        self._judge()
         for layer, (store, tail) in zip(self.source.folded_layers, self.pages.give_back(), strict=True):
             layer.segments = [Segment(store, generated=self._evicted)]
             layer.folded_tokens, layer.reopen = store.tokens, False
@@ -146,13 +205,12 @@ class PagedLayer(FixedAddresses):
         super().__init__(source)
         self.cache, self.paging, self.step = paging.source, paging, step
         self.number = self.cache.folded_layers.index(source)
-        (self._gate,) = paging.method.needs.gates
         self.keys = self.values = None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Announce the layer, return the new token's states: attention puts them in, with what the gate says."""
+        """Announce the layer, return the new token's states: attention puts them in."""
         bridge.announce(self)  # type: ignore[arg-type]
         return key_states, value_states
 
@@ -169,8 +227,8 @@ class PagedLayer(FixedAddresses):
     ) -> Any:
         """Put the new token in; its attention over all that is kept."""
         context, paging = self.context(module, query, kwargs), self.paging
-        log_beta = self._gate(inputs.given_to(module), self.source.layer_idx).to(key.device)
-        paging.pages.append(self.number, key, value, log_beta, self.step, paging.start)
+        paging.remember(self.number, inputs.given_to(module))
+        paging.pages.append(self.number, key, value, self.step, paging.start)
         part = paging.pages.attend(self.number, query, context)
         output, _ = self.merged([part], query, kwargs.get("s_aux"))
         return output.transpose(1, 2).contiguous().to(query.dtype), None

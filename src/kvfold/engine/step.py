@@ -11,6 +11,7 @@ from transformers.utils import ModelOutput
 
 from kvfold.engine.choose import Chooser
 from kvfold.engine.fixed import FixedCache
+from kvfold.engine.graph import CaptureError, captured
 from kvfold.engine.layer import NotFixedError
 from kvfold.hf import CACHE_KEYWORD, FoldedCache, bridge
 
@@ -114,7 +115,7 @@ class FixedStep:
                 if not self.fixed.taken:
                     self.fixed.undo()
                 raise
-        self.fixed.count()
+        self.fixed.count(capture=self.graph is not None)
         if not self.chooser.capturable:
             assert self.logits is not None
             self.chooser.choose(self.logits.clone())
@@ -136,21 +137,12 @@ class FixedStep:
 
     def _capture(self) -> None:
         """Capture the next step. Nothing runs; the step just made has built kernels and workspaces."""
-        graph = torch.cuda.CUDAGraph()
-        generator = torch.cuda.default_generators[self.positions.device.index]
-        state = generator.clone_state()
         try:
-            with torch.cuda.graph(graph):
-                self._run()
-        except RuntimeError as error:
-            # A capture that ends in an error leaves the generator waiting for the graph.
-            generator.graphsafe_set_state(state)
+            self.graph = captured(self._run, self.positions.device)
+        except CaptureError as error:
             bridge.forget()
-            first = error.__context__ or error
-            self.capture, self.reason = False, f"capture failed: {str(first).splitlines()[0]}"
+            self.capture, self.reason = False, f"capture failed: {error}"
             logger.warning("kvfold decodes without a CUDA graph: %s", self.reason)
-            return
-        self.graph = graph
 
     @property
     def full(self) -> bool:

@@ -142,13 +142,12 @@ def attend_plain(query: Tensor, paged: Paged, scaling: float, softcap: float | N
     return attend_dense(query, keys.nan_to_num(), values.nan_to_num(), scaling, mask, softcap)
 
 
-def append(key: Tensor, value: Tensor, log_beta: Tensor, paged: Paged, step: Tensor, start: int) -> None:
-    """Put one token behind the last of each slot, whose pages must have room.
+def append(key: Tensor, value: Tensor, paged: Paged, step: Tensor, start: int) -> None:
+    """Put one token behind the last of each slot, whose pages must have room; log beta comes later.
 
     Parameters
     ----------
     key, value : (batch, kv_heads, 1, key_dim | value_dim)
-    log_beta : (batch, kv_heads, 1) float32
     paged : Paged
     step : (1,) int64 on the device
     start : int
@@ -157,23 +156,45 @@ def append(key: Tensor, value: Tensor, log_beta: Tensor, paged: Paged, step: Ten
     key, value = (states if states.stride(3) == 1 else states.contiguous() for states in (key, value))
     dim, value_dim, power = key.shape[3], value.shape[3], dense_decode._power
     _kernels().append[(key.shape[1], key.shape[0])](
-        key, value, log_beta.contiguous(), paged.keys, paged.values, paged.positions, paged.log_beta,
-        paged.table, paged.starts, paged.counts, step, start, *key.stride()[:2], *value.stride()[:2],
+        key, value, paged.keys, paged.values, paged.positions, paged.table, paged.starts, paged.counts, step, start, *key.stride()[:2], *value.stride()[:2],
         DIM=dim, DIM_UP=power(dim), VALUE=value_dim, VALUE_UP=power(value_dim), PAGE=PAGE, num_warps=1,
     )  # fmt: skip
 
 
-def append_plain(
-    key: Tensor, value: Tensor, log_beta: Tensor, paged: Paged, step: Tensor, start: int
-) -> None:
+def append_plain(key: Tensor, value: Tensor, paged: Paged, step: Tensor, start: int) -> None:
     """As `append`, in plain torch."""
     slots = torch.arange(len(paged.counts), device=key.device)
     place = paged.places(slots, paged.counts)
     paged.keys[place] = key.flatten(0, 2).to(paged.keys.dtype)
     paged.values[place] = value.flatten(0, 2).to(paged.values.dtype)
-    paged.log_beta[place] = log_beta.flatten()
     paged.positions[place] = (step + start).int()
     paged.counts.add_(1)
+
+
+def move(paged: Paged, gaps: Tensor, sources: Tensor, number: Tensor) -> None:
+    """Copy tokens of the pool into gaps, which are none of them.
+
+    Parameters
+    ----------
+    paged : Paged
+    gaps, sources : (n,) int64
+        Places; the first `number` of each count.
+    number : () int64 on the device
+    """
+    dim, value_dim, power = paged.keys.shape[1], paged.values.shape[1], dense_decode._power
+    programs = 4 * torch.cuda.get_device_properties(gaps.device).multi_processor_count if gaps.is_cuda else 4
+    _kernels().move[(programs,)](
+        paged.keys, paged.values, paged.positions, paged.log_beta, gaps, sources, number,
+        DIM=dim, DIM_UP=power(dim), VALUE=value_dim, VALUE_UP=power(value_dim), num_warps=1,
+    )  # fmt: skip
+
+
+def move_plain(paged: Paged, gaps: Tensor, sources: Tensor, number: Tensor) -> None:
+    """As `move`, in plain torch; all n places must differ."""
+    counts = torch.arange(len(gaps), device=gaps.device) < number
+    sources = torch.where(counts, sources, gaps)
+    for pool in (paged.keys, paged.values, paged.positions, paged.log_beta):
+        pool[gaps] = pool[sources]
 
 
 @cache

@@ -113,7 +113,7 @@ def finish(
 
 @triton.jit
 def append(
-    key, value, new_log_beta, keys, values, positions, log_beta, table, starts, counts, step, start,
+    key, value, keys, values, positions, table, starts, counts, step, start,
     key_batch, key_head, value_batch, value_head,
     DIM: tl.constexpr, DIM_UP: tl.constexpr, VALUE: tl.constexpr, VALUE_UP: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
@@ -128,6 +128,22 @@ def append(
     tl.store(keys + place * DIM + dims, state, mask=dims < DIM)
     state = tl.load(value + row * value_batch + head * value_head + value_dims, mask=value_dims < VALUE)
     tl.store(values + place * VALUE + value_dims, state, mask=value_dims < VALUE)
-    tl.store(log_beta + place, tl.load(new_log_beta + slot))
     tl.store(positions + place, (tl.load(step) + start).to(tl.int32))
     tl.store(counts + slot, count + 1)
+
+
+@triton.jit
+def move(
+    keys, values, positions, log_beta, gaps, sources, number,
+    DIM: tl.constexpr, DIM_UP: tl.constexpr, VALUE: tl.constexpr, VALUE_UP: tl.constexpr,
+):  # fmt: skip
+    """Copy tokens into gaps, programs taking turns."""
+    dims, value_dims = tl.arange(0, DIM_UP), tl.arange(0, VALUE_UP)
+    for index in range(tl.program_id(0), tl.load(number).to(tl.int32), tl.num_programs(0)):
+        gap, source = tl.load(gaps + index), tl.load(sources + index)
+        state = tl.load(keys + source * DIM + dims, mask=dims < DIM)
+        tl.store(keys + gap * DIM + dims, state, mask=dims < DIM)
+        state = tl.load(values + source * VALUE + value_dims, mask=value_dims < VALUE)
+        tl.store(values + gap * VALUE + value_dims, state, mask=value_dims < VALUE)
+        tl.store(positions + gap, tl.load(positions + source))
+        tl.store(log_beta + gap, tl.load(log_beta + source))

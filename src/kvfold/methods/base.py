@@ -220,7 +220,11 @@ class Method(ABC):
         return False
 
     def choose(self, entries: Entries) -> torch.Tensor:
-        """Which of all tokens are kept, (n,) bool."""
+        """Which of all tokens are kept, (n,) bool: device work only, so that a CUDA graph can hold it."""
+        raise NotImplementedError(f"{self.name} does not choose among kept tokens")
+
+    def limits(self, lot: Lot) -> list[int]:
+        """Entries of each row that `choose` leaves at most."""
         raise NotImplementedError(f"{self.name} does not choose among kept tokens")
 
     def most(self, lot: Lot, ahead: int) -> int | None:

@@ -180,28 +180,27 @@ class DBTrimKV(Method):
     def fold(self, views: Sequence[LayerView]) -> list[Store]:
         pools = [_Pool(view) for view in views]
         sizes = [len(pool.positions) for pool in pools]
-        chosen = self.choose(_together(pools)).split(sizes)
+        chosen = self.choose(_together(pools, self)).split(sizes)
         return [pool.keep(mask) for pool, mask in zip(pools, chosen, strict=True)]
 
     def choose(self, entries: Entries) -> Tensor:
-        lot, position, head, device = entries.lot, entries.positions, entries.slots, entries.slots.device
-        row = head // lot.kv_heads % len(lot.real_tokens)
-        score = future_worth(lot.tokens - position, entries.log_beta, self.lookahead)
-        padding = lot.tokens - torch.tensor(lot.real_tokens, device=device)
-        always = (position - padding[row] < self.sinks) | (position >= lot.tokens - self.recent)
-        alive = entries.alive
-        if alive is None:
-            alive = torch.ones_like(always)
+        position, head, alive = entries.positions, entries.slots, entries.alive
+        row = head // entries.kv_heads % len(entries.padding)
+        score = future_worth(entries.tokens - position, entries.log_beta, self.lookahead)
+        always = (position - entries.padding[row] < self.sinks) | (position >= entries.tokens - self.recent)
         always, score = always & alive, score.masked_fill(~alive, -torch.inf)
         if self.least or self.scope == "head":
             rank = ranks(score.masked_fill(always, torch.inf), position, head)
             always |= (rank < self.least) & alive
         if self.threshold is not None:
             return always | (score >= math.log(self.threshold))
-        limit = torch.tensor([self._limit(lot, real) for real in lot.real_tokens], device=device)[row]
+        limit = entries.limits[row]
         if self.scope == "head":
-            return alive & (rank < limit // lot.heads)
+            return alive & (rank < limit // entries.heads)
         return alive & (ranks(score.masked_fill(always, torch.inf), position, row) < limit)
+
+    def limits(self, lot: Lot) -> list[int]:
+        return [self._limit(lot, real) for real in lot.real_tokens]
 
     def most(self, lot: Lot, ahead: int) -> int | None:
         if self.threshold is not None:
@@ -249,17 +248,25 @@ def _log1mexp(x: Tensor) -> Tensor:
     return torch.where(x > -math.log(2), (-x.expm1()).log(), (-x.exp()).log1p())
 
 
-def _together(pools: Sequence[_Pool]) -> Entries:
+def _together(pools: Sequence[_Pool], method: DBTrimKV) -> Entries:
     """What the layers' pools hold, on the device of the first."""
     first = pools[0]
-    device, slots = first.positions.device, len(first.real_tokens) * first.kv_heads
+    device, real = first.positions.device, first.real_tokens
+    slots, tokens = len(real) * first.kv_heads, torch.tensor(first.tokens, device=device)
     dims = [(pool.view.keys.shape[-1], pool.view.values.shape[-1]) for pool in pools]
     folding = first.view.folding_layers
+    lot = Lot(first.tokens, real, first.kv_heads, len(pools), folding, *max(dims, key=sum))
+    positions = torch.cat([pool.positions.to(device) for pool in pools])
     return Entries(
-        Lot(first.tokens, first.real_tokens, first.kv_heads, len(pools), folding, *max(dims, key=sum)),
-        positions=torch.cat([pool.positions.to(device) for pool in pools]),
+        positions=positions,
         log_beta=torch.cat([pool.log_beta.to(device) for pool in pools]),
         slots=torch.cat([pool.slots.to(device) + index * slots for index, pool in enumerate(pools)]),
+        alive=torch.ones_like(positions, dtype=torch.bool),
+        tokens=tokens,
+        padding=tokens - torch.tensor(real, device=device),
+        limits=torch.tensor(method.limits(lot), device=device),
+        kv_heads=lot.kv_heads,
+        heads=lot.heads,
     )
 
 

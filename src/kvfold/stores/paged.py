@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -83,7 +83,12 @@ class Pages:
         self._table = torch.arange(count, dtype=torch.int32, device=device)
         self._starts = torch.zeros(slots + 1, dtype=torch.int32, device=device)
         self._kept, self._counts = held, held.clone()
-        span = max(2, min(32, count // len(stores) // _processors(device)))
+        self._tokens = torch.tensor(self.folded + self.newer, device=device)
+        self._padding = self._tokens - torch.tensor(self.real_tokens, device=device)
+        self._limits = torch.zeros_like(self._padding)
+        self._known = torch.tensor(self.newer, device=device)
+        self._fused = paged_decode.problem(device) is None
+        span = max(4, min(32, count // len(stores) // _processors(device)))
         span = 1 << int(math.log2(span))
         self._pieces = torch.zeros_like(self._starts)
         self._piece_slots = torch.zeros(count // span + slots, dtype=torch.int32, device=device)
@@ -104,22 +109,23 @@ class Pages:
         """All memory held."""
         pool = [self._keys, self._values, self._positions, self._log_beta]
         tables = [self._table, self._starts, self._kept, self._counts, self._pieces, self._piece_slots]
-        return pool + tables
+        return pool + tables + [self._tokens, self._padding, self._limits, self._known]
+
+    def _places(self, slots: Tensor, index: Tensor) -> Tensor:
+        """Where in the pool the `index`-th tokens of slots of all layers lie, int64."""
+        return replace(self.layers[0], starts=self._starts).places(slots, index)
 
     # ---- a step ----
 
-    def append(
-        self, layer: int, key: Tensor, value: Tensor, log_beta: Tensor, step: Tensor, start: int
-    ) -> None:
+    def append(self, layer: int, key: Tensor, value: Tensor, step: Tensor, start: int) -> None:
         """Put one token in: device work only (see `kernels.paged_decode.append`)."""
-        fused = paged_decode.problem(key.device) is None
-        put = paged_decode.append if fused else paged_decode.append_plain
-        put(key, value, log_beta, self.layers[layer], step, start)
+        put = paged_decode.append if self._fused else paged_decode.append_plain
+        put(key, value, self.layers[layer], step, start)
 
     def attend(self, layer: int, query: Tensor, context: AttendContext) -> Part:
         """Attention of one query a head over all tokens of a layer; on a GPU device work only."""
         paged = self.layers[layer]
-        fused = paged_decode.problem(query.device) is None and paged_decode.fits(query, paged)
+        fused = self._fused and paged_decode.fits(query, paged)
         attend = paged_decode.attend if fused else paged_decode.attend_plain
         return attend(query, paged, context.scaling, context.softcap)
 
@@ -136,36 +142,66 @@ class Pages:
         layers, dims = len(self.layers), (self._keys.shape[1], self._values.shape[1])
         return Lot(self.folded + self.newer, self.real_tokens, self.kv_heads, layers, layers, *dims)
 
+    def begin_eviction(self, limits: Sequence[int]) -> None:
+        """Tell the device what the host knows of the eviction that comes."""
+        self._tokens.fill_(self.folded + self.newer)
+        self._limits.copy_(torch.tensor(limits))
+
+    def judge(self, log_beta: Tensor) -> None:
+        """Say how fast tokens read since the last eviction may be forgotten: device work only.
+
+        Parameters
+        ----------
+        log_beta : (layers, rows, kv_heads, ahead) float32
+            Those of `tails` are known already, and those of tokens that were not read yet do not count.
+        """
+        new = torch.arange(self.ahead, device=log_beta.device)
+        slots = torch.arange(len(self._kept), device=log_beta.device)
+        place = self._places(slots[:, None], self._kept[:, None] + new)
+        self._log_beta[place] = torch.where(
+            new < self._known, self._log_beta[place], log_beta.view(place.shape)
+        )
+
     def evict(self, choose: Callable[[Entries], Tensor]) -> None:
-        """Evict all but what `choose` says, (n,) bool, and make room for `ahead` tokens more in every slot.
+        """Evict all but what `choose` says, (n,) bool, and make room for `ahead` tokens more in every slot: device work only.
 
         It is shown every place that a slot has, in the order of slots; `Entries.alive` tells which hold a token.
-
-        Raises
-        ------
-        ValueError
-            More are chosen than the pool was made for; nothing has changed.
         """
         slot, index, place, alive = self._order(self._counts)
-        chosen = choose(Entries(self.lot, self._positions[place].long(), self._log_beta[place], slot, alive))
+        chosen = choose(
+            Entries(
+                self._positions[place].long(), self._log_beta[place], slot, alive,
+                self._tokens, self._padding, self._limits, self.kv_heads, self.kv_heads * len(self.layers),
+            )
+        )  # fmt: skip
         kept = torch.zeros_like(self._counts).index_add_(0, slot, chosen.int())
         inside = index < kept[slot]
         gap, moved = alive & ~chosen & inside, chosen & ~inside
         # A slot has as many gaps before its new end as tokens to keep after it, and both are in the order of slots.
-        number, total = torch.stack([gap.sum(), kept.sum()]).tolist()
-        if total > self._most:
-            raise ValueError(f"{total} tokens were chosen, and the pool has room for {self._most}")
-        gaps, sources = (place[mask.argsort(descending=True, stable=True)[:number]] for mask in (gap, moved))
-        for pool in (self._keys, self._values, self._positions, self._log_beta):
-            pool[gaps] = pool[sources]
+        gaps, sources = (place[mask.argsort(descending=True, stable=True)] for mask in (gap, moved))
+        move = paged_decode.move if self._fused else paged_decode.move_plain
+        move(self.layers[0], gaps, sources, gap.sum())
         if self._keys.dtype == torch.float32:
             # What a store keeps has 16 bits.
             for pool in (self._keys, self._values):
                 pool.copy_(pool.half())
         self._counts.copy_(kept)
         self._kept.copy_(kept)
-        self.folded, self.newer = self.folded + self.newer, 0
+        self._known.zero_()
         self._share()
+
+    def end_eviction(self) -> None:
+        """Count the eviction; waits for the device.
+
+        Raises
+        ------
+        ValueError
+            More was chosen than the pool was made for.
+        """
+        self.folded, self.newer = self.folded + self.newer, 0
+        total = int(self._kept.sum())
+        if total > self._most:
+            raise ValueError(f"{total} tokens were chosen, and the pool has room for {self._most}")
 
     def _order(self, counts: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Slot, number in it and place in the pool of every token by the table, int64, and which of them `counts` has; (n,) each."""

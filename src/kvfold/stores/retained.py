@@ -49,21 +49,32 @@ class Entries:
 
     Attributes
     ----------
-    lot : Lot
     positions : (n,) int64
         Logical index, from the first token of all.
     log_beta : (n,) float32
     slots : (n,) int64
         (Layer * rows + row) * kv_heads + head.
-    alive : (n,) bool or None
-        False where there is no token; None: all are.
+    alive : (n,) bool
+        False where there is no token.
+    tokens : () int64
+        Logical tokens seen.
+    padding : (rows,) int64
+        Of each row, before its first token.
+    limits : (rows,) int64
+        What `Method.limits` says.
+    kv_heads, heads : int
+        Of a layer, and of all layers together.
     """
 
-    lot: Lot
     positions: Tensor
     log_beta: Tensor
     slots: Tensor
-    alive: Tensor | None = None
+    alive: Tensor
+    tokens: Tensor
+    padding: Tensor
+    limits: Tensor
+    kv_heads: int
+    heads: int
 
 
 class RetainedStore(WeightedStore):
