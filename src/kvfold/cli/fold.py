@@ -88,7 +88,11 @@ def fold(
     device: Annotated[str, typer.Option("--device", help="|".join(DEVICES))] = "auto",
     json_: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
-    """Read a document with a model, fold its cache and save it."""
+    """Read a document with a model, fold its cache and save it.
+
+    A method that takes long (kvsculpt) keeps what it has finished beside a local output or in the store: stopped, the same
+    command goes on from there.
+    """
     check_choice("--dtype", dtype, DTYPES)
     check_choice("--device", device, DEVICES)
     name, text = read_document(document)

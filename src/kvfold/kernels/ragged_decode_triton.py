@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def _softmax_step(
-    q, peak, total, mixed, keys, values, bias, dims, value_dims, tokens, start, stop, key_stride, value_stride,
+    q, peak, total, mixed, keys, values, extra, dims, value_dims, tokens, start, stop, key_stride, value_stride,
     scaling, softcap,
     DIM: tl.constexpr, VALUE: tl.constexpr, CAPPED: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -28,7 +28,7 @@ def _softmax_step(
         # tanh by the logistic function, which every Triton has
         scores = (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0) * softcap
     if BIAS:
-        scores += tl.load(bias + place, mask=seen, other=0.0).to(tl.float32)[None, :]
+        scores += extra.to(tl.float32)[None, :]
     scores = tl.where(seen[None, :], scores * 1.4426950408889634, float("-inf"))
     top = tl.maximum(peak, tl.max(scores, 1))
     safe = tl.where(top == float("-inf"), 0.0, top)
@@ -86,10 +86,18 @@ def partials(
     )
     # Two loops, so that the compiler knows how each side's rows are aligned.
     if number < splits:
+        extra = block
+        if BIAS:
+            # A block ahead by hand: elements of two bytes are too narrow for the compiler to load asynchronously.
+            extra = tl.load(bias + offset + first + block, mask=first + block < stop, other=0.0)
         for start in range(first, stop, BLOCK):
+            now = extra
+            if BIAS:
+                ahead = start + BLOCK + block
+                extra = tl.load(bias + offset + ahead, mask=ahead < stop, other=0.0)
             peak, total, mixed = _softmax_step(
-                q, peak, total, mixed, keys + offset * DIM, values + offset * VALUE, bias + offset, dims, value_dims,
-                block, start, stop, DIM, VALUE, scaling, softcap, DIM, VALUE, CAPPED, BIAS, PRECISION,
+                q, peak, total, mixed, keys + offset * DIM, values + offset * VALUE, now, dims, value_dims, block,
+                start, stop, DIM, VALUE, scaling, softcap, DIM, VALUE, CAPPED, BIAS, PRECISION,
             )  # fmt: skip
     elif TAIL:
         if LENGTH:
@@ -99,7 +107,7 @@ def partials(
         value_base = tail_values + row * tail_value_row + head * tail_value_head
         for start in range(first, stop, BLOCK):
             peak, total, mixed = _softmax_step(
-                q, peak, total, mixed, key_base, value_base, bias, dims, value_dims, block, start, stop,
+                q, peak, total, mixed, key_base, value_base, block, dims, value_dims, block, start, stop,
                 tail_key_token, tail_value_token, scaling, softcap, DIM, VALUE, CAPPED, False, PRECISION,
             )  # fmt: skip
     empty = total == 0.0
