@@ -250,10 +250,11 @@ class BlockGTQ(Method):
     ) -> tuple[tuple[RotatedCode, ...], RotatedCode, dict[str, Tensor]]:
         """Codes of each head's keys and of values, and the constants that go with them."""
         rows, heads = view.keys.shape[:2]
-        energy = self._energy(view, constant)
+        # Little numbers from here on, and choices that the host must know: not a GPU's work.
+        energy = self._energy(view, constant).to(torch.device("cpu"))
         blocks, key, scores = self._scores(energy)
         widths, value_bits = self._allocate(scores, view, tokens, valid)
-        order = (widths * -1).to(blocks.device).argsort(dim=-1, stable=True)
+        order = (widths * -1).argsort(dim=-1, stable=True)
         channels = blocks.gather(1, order[..., None].expand_as(blocks)).flatten(1)
         groups = [groups_of(one) for one in widths]
         codes = tuple(RotatedCode(one, norms=self.norms, rotation=self.rotation) for one in groups)
@@ -268,6 +269,7 @@ class BlockGTQ(Method):
                 shares[head, : len(one)] = torch.stack([part.sum() for part in parts])
             shares = (shares / shares.sum(-1, keepdim=True).clamp_min(1e-30)).sqrt()
             constants["key_shares"] = shares.half().expand(rows, -1, -1).contiguous()
+        constants = {name: tensor.to(view.keys.device) for name, tensor in constants.items()}
         return codes, RotatedCode(((value_bits, view.values.shape[-1]),), rotation=self.rotation), constants
 
     def _allocate(self, scores: Tensor, view: LayerView, tokens: int, valid: Tensor) -> tuple[Tensor, int]:

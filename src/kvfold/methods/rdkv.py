@@ -29,6 +29,7 @@ from kvfold.allocate.price import allocate_at_one_price, bytes_at_prices
 from kvfold.codecs.affine import dequantise, quantise
 from kvfold.codecs.codebook import common_levels, decode, encode
 from kvfold.codecs.fragments import TOKENS, WIDTHS
+from kvfold.codecs.packing import packed_bytes
 from kvfold.errors import BudgetError, KvfoldError
 from kvfold.kernels.channel_sums import channel_sums, spans, unturned_sum
 from kvfold.kernels.column_sums import column_sums
@@ -200,11 +201,14 @@ class RDKV(Method):
             assert view.squares is not None and view.seen_by is not None
             return smooth(view.squares / view.seen_by[:, None], view.valid, 5)
         kinds, kernel = [], 5
+        if self.queries != "window":
+            assert view.sampled_index is not None
+            index = view.sampled_index[:2].tolist()
+            kernel = 1 if len(index) < 2 else (index[1] - index[0]) // 2 * 2 + 1
         if self.queries != "future":
             kinds.append(window_mass(view, self.window, normalise=True, squared=True))
         if self.queries != "window":
-            assert view.sampled_index is not None
-            index, keys, kv_heads = view.sampled_index, keys_for_scores(view), view.keys.shape[1]
+            keys, kv_heads = keys_for_scores(view), view.keys.shape[1]
             rows = [
                 column_sums(
                     query[None],
@@ -219,7 +223,6 @@ class RDKV(Method):
                 for row, query in enumerate(future)
             ]
             kinds.append(torch.cat(rows))
-            kernel = 1 if len(index) < 2 else int(index[1] - index[0]) // 2 * 2 + 1
         return smooth(torch.stack(kinds).mean(0), view.valid, kernel)
 
     # ---- folding ----
@@ -319,9 +322,12 @@ class RDKV(Method):
         value_dim = view.values.shape[-1]
         shifts = tuple(int(last) - tokens + 1 for last in view.positions[:, -1])
         layout = self._layout(tokens, view.real_tokens, shifts, key_dim, value_dim)
+        half = torch.float16 if view.keys.dtype != torch.bfloat16 else _narrowest(view)
         future = []
         if not view.generated and self.queries != "window":
             future = [self.future_queries(view, row) for row in range(batch)]
+        # What takes longest, while the host goes on: from here to the choices nothing waits for a GPU.
+        weights = self.token_weights(view, future)
         if future:
             squares = [
                 _mean_squares(query[..., -key_dim:]).view(heads, -1, key_dim).mean(1) for query in future
@@ -330,8 +336,7 @@ class RDKV(Method):
         else:
             energy = query_energy(view, self.window) * view.scaling**2
         shared = _shared_frame(view)
-        frame = shared or self._frame(view, layout, energy)
-        weights = self.token_weights(view, future)
+        frame = shared or self._frame(view, layout, energy, half)
 
         real = view.valid.float()
         errors = [self._errors(view, layout, frame, row, energy[row]) for row in range(batch)]
@@ -348,47 +353,54 @@ class RDKV(Method):
         if self.tile > 1:
             distortion[..., -2] = distortion[..., 0]  # fine: dearer than evicting, no better
         distortion *= real[..., None]
-        metadata = self.budget.counts_metadata
-        more, fixed_more = self._more_bytes(layout, heads)
-        extra = -more if metadata else layout.token_bytes([], 0)
-        table = [
-            [
-                [0]
-                + [layout.token_bytes(counts, bits) - extra for counts, bits in zip(head_counts, head_bits)]
-                + [layout.fine_bytes, layout.exact_bytes + more] * metadata
-                + [key_dim + value_dim, 2 * (key_dim + value_dim)] * (not metadata)
-                for head_counts, head_bits in zip(row_counts, row_bits)
-            ]
-            for row_counts, row_bits in zip(*frame.grades)
-        ]
         fixed = 4 * heads * (grades + 2)
         if shared is None:
-            fixed = layout.frame_bytes(heads, grades, frame.key_turned is not None) + fixed_more
+            fixed = layout.frame_bytes(heads, grades, frame.key_turned is not None)
+            fixed += self._more_bytes(layout, heads)[1]
         return _Draft(
             view=view,
             layout=layout,
             frame=frame,
             distortion=distortion,
-            cost=torch.tensor(table, dtype=torch.int64, device=view.keys.device),
+            cost=self._cost(layout, frame),
             choice=torch.zeros(batch, heads, tokens, dtype=torch.int64, device=view.keys.device),
             fixed_bytes=fixed,
         )
 
-    def _frame(self, view: LayerView, layout: GradedLayout, energy: Tensor) -> Frame:
+    def _cost(self, layout: GradedLayout, frame: Frame) -> Tensor:
+        """Bytes of a token that is evicted, at each grade, fine and exact: (batch, kv_heads, grades + 3) int64."""
+        metadata = self.budget.counts_metadata
+        counts = frame.key_counts.long()
+        # Of each width and number of channels, and of each width of a value.
+        keys, values = _packed_bytes(layout.widths, layout.key_dim, layout.value_dim, counts.device)
+        coded = keys[torch.arange(counts.shape[-1], device=counts.device), counts].sum(-1)
+        more = self._more_bytes(layout, 1)[0]
+        coded += values[frame.value_bits.long()] + metadata * (layout.token_bytes([], 0) + more)
+        cost = coded.new_zeros(*coded.shape[:2], coded.shape[2] + 3)
+        cost[..., 1:-2] = coded
+        both = layout.key_dim + layout.value_dim
+        cost[..., -2] = layout.fine_bytes if metadata else both
+        cost[..., -1] = layout.exact_bytes + more if metadata else 2 * both
+        return cost
+
+    def _frame(self, view: LayerView, layout: GradedLayout, energy: Tensor, half: torch.dtype) -> Frame:
         """Means, deviations and the channel widths of each grade."""
-        half = torch.float16 if view.keys.dtype != torch.bfloat16 else _narrowest(view)
         number = view.valid.sum(2).clamp_min(1)[..., None]
         rows = range(len(view.keys))
 
-        def each(states: Tensor, *taken: Tensor | None) -> tuple[Tensor, Tensor]:
-            """Means of channels and of their squares, less the turned vector and the mean that are `taken`."""
+        def means(states: Tensor, turned: Tensor | None, mean: Tensor | None) -> tuple[Tensor, Tensor]:
+            """Means of channels and of their squares, less what is given."""
             sums = [
                 channel_sums(
-                    states[row], view.valid[row], taken[0] if taken[0] is None else taken[0][row], view.rotary,
-                    layout.shifts[row], taken[1] if taken[1] is None else taken[1][row],
+                    states[row],
+                    view.valid[row],
+                    None if turned is None else turned[row],
+                    view.rotary,
+                    layout.shifts[row],
+                    None if mean is None else mean[row],
                 )
                 for row in rows
-            ]  # fmt: skip
+            ]
             first, second = (torch.stack(part) / number for part in zip(*sums, strict=True))
             return first, second
 
@@ -398,10 +410,10 @@ class RDKV(Method):
                 unturned_sum(view.keys[row], view.valid[row], view.rotary, layout.shifts[row]) for row in rows
             ]
             turned = (torch.stack(plain) / number).to(half)
-        mean = each(view.keys, turned, None)[0].to(half)
-        deviation = each(view.keys, turned, mean)[1].sqrt().clamp_min(1e-4).to(half)
-        value_mean = each(view.values, None, None)[0].to(half)
-        spread_mean = each(view.values, None, value_mean)[1].sum(-1, keepdim=True)
+        mean = means(view.keys, turned, None)[0].to(half)
+        deviation = means(view.keys, turned, mean)[1].sqrt().clamp_min(1e-4).to(half)
+        value_mean = means(view.values, None, None)[0].to(half)
+        spread_mean = means(view.values, None, value_mean)[1].sum(-1, keepdim=True)
         magnitude = (spread_mean[..., 0] / layout.value_dim).sqrt().clamp_min(1e-12)
 
         key_importance = energy * deviation.float().square() * spread_mean
@@ -503,15 +515,15 @@ class RDKV(Method):
             frame.key_counts[row],
             *shared,
         )
-        *lost, spread = triton_graded.value_errors(
+        lost = triton_graded.value_errors(
             values,
             frame.value_mean[row],
             value_rotation(layout.value_dim, keys.device),
             frame.value_magnitude[row],
             frame.value_bits[row],
             *shared,
-        ).unbind(-1)
-        return spread, errors.mul_(spread[..., None]).add_(torch.stack(lost, -1))
+        )
+        return lost[..., -1], errors.mul_(lost[..., -1:]).add_(lost[..., :-1])
 
 
 @dataclass
@@ -563,6 +575,16 @@ def _lost(z: Tensor, width: int) -> Tensor:
     cells = (z + REACH).mul_(CELLS / (2 * REACH)).clamp_(0, CELLS - 1).int()
     levels = _nearest_levels(width, z.device).index_select(0, cells.flatten())
     return levels.view_as(z).sub_(z).square_()
+
+
+@cache
+def _packed_bytes(
+    widths: tuple[int, ...], key_dim: int, value_dim: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Bytes of a key's channels, (widths, channels + 1), and of a value by its width, (9,); int64."""
+    keys = [[packed_bytes(count, width) for count in range(key_dim + 1)] for width in widths]
+    values = [0, *(packed_bytes(value_dim, width) for width in range(1, 9))]
+    return torch.tensor(keys, device=device), torch.tensor(values, device=device)
 
 
 def _as_fine(x: Tensor, meta: torch.dtype) -> Tensor:

@@ -132,7 +132,8 @@ def smooth(
     (batch, kv_heads, tokens) float32, 0 where invalid.
     """
     pooled = torch.zeros_like(scores)
-    firsts = valid.any(1).int().argmax(-1).tolist()
+    # One value for all tokens needs no look at the device.
+    firsts = [0] * len(scores) if valid.stride(-1) == 0 else valid.any(1).int().argmax(-1).tolist()
     for row, first in enumerate(firsts):
         part = scores[row, :, first:]
         size = min(kernel, 2 * part.shape[-1] - 1)

@@ -255,6 +255,8 @@ def shifts_of(positions: Tensor) -> tuple[int, ...]:
 
 def padding_of(valid: Tensor) -> dict[str, Tensor]:
     """The "valid" buffer, if it is needed, from valid (rows, kv_heads, tokens)."""
+    if valid.stride(-1) == 0:  # one value for all tokens
+        return {}
     seen = valid.any(1)
     return {} if bool(seen.all()) else {"valid": seen.contiguous()}
 
