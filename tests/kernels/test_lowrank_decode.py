@@ -108,12 +108,20 @@ def check():
                 for dim in (stores[0].key_dim, stores[0].value_dim)
             ),
         )
+        # A store moved by itself would not know the others of its window.
+        known: dict[int, torch.Tensor] = {}
+        moved_stores = [
+            type(store).from_state(
+                {n: known.setdefault(id(t), t.to(DEVICE)) for n, t in store.tensors().items()}, store.meta()
+            )
+            for store in stores
+        ]
         chosen = None
         for number, store in enumerate(stores):
             if store.layout.selected and (number == 0 or store.layout.choice != "window"):
                 chosen = recommended(store, query, context.scaling)
             want, want_lse = expected(store, query, context, chosen, tail)
-            on = store.to(DEVICE)
+            on = moved_stores[number]
             moved = replace(tail, keys=tail.keys.to(DEVICE), values=tail.values.to(DEVICE))
             assert on._fits(query.to(DEVICE), context), name
             output, lse = on._decode(query.to(DEVICE), context, moved, None)

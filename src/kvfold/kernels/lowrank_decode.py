@@ -119,10 +119,11 @@ def choose(
     blocks = -(-chunks // block)
     logits = query.new_empty(heads, chunks, dtype=torch.float32)
     block_lse = query.new_empty(heads, blocks, dtype=torch.float32)
-    kernels.score[(blocks, kv_heads)](
-        query.contiguous(), landmarks, scales, rotation, levels, outliers, logits, block_lse, chunks, blocks,
+    each = max(1, blocks * kv_heads // (2 * _programs(query.device)))
+    kernels.score[(-(-blocks // each), kv_heads)](
+        query.contiguous(), landmarks, scales, rotation, levels, outliers, logits, block_lse, chunks, blocks, each,
         outliers.shape[1], scaling, GROUP=heads // kv_heads, ROWS=_rows(heads // kv_heads), DIM=dim, DIM_UP=_power(dim),
-        NBYTES=nbytes, BLOCK=block, num_warps=4,
+        NBYTES=nbytes, BLOCK=block, num_warps=8,
     )  # fmt: skip
     shares = query.new_empty(sets, chunks, dtype=torch.float32)
     kernels.share[(blocks, sets)](
@@ -188,10 +189,7 @@ def attend(
     width = min(128, max(16, _power(values.rank)))
     blocks = -(-values.rank // width)
     length, pieces = min(tokens, piece), -(-tokens // piece)
-    programs = (
-        132 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count
-    )
-    splits = max(1, programs // (sets * blocks))
+    splits = max(1, _programs(device) // (sets * blocks))
     each = max(64, -(-length // splits // 64) * 64)
     splits = -(-length // each)
     partial = query.new_empty(heads, pieces * splits, blocks * width, dtype=torch.float32)
@@ -201,15 +199,15 @@ def attend(
     for index in range(pieces):
         first, count = index * piece, min(piece, tokens - index * piece)
         key_side, value_side = scratch.fill(first, count)
-        kernels.logits[(-(-count // 64), kv_heads)](
+        kernels.logits[(-(-count // 128), kv_heads)](
             query, *key_side, basis, basis_scale, query if keys.mean is None else keys.mean, *at,
             query if chosen is None else chosen, query if outliers is None else outliers, logits,
             length, count, first, start, keys.rank, 0 if chosen is None else chosen.shape[1], banned, scaling,
             1.0 if turns is None else turns.scale, softcap or 0.0, GROUP=heads // kv_heads,
             ROWS=_rows(heads // kv_heads), DIM=dim, DIM_UP=_power(dim), CHUNK=chunk, SETS=sets, FINE=FINE,
             GATHERED=chosen is not None, SCALED=keys.code is not None, BASIS_SCALED=keys.scales is not None,
-            MEAN=keys.mean is not None, TURNED=turns is not None, CAPPED=softcap is not None, BLOCK=64, STEP=64,
-            num_warps=8, num_stages=3,
+            MEAN=keys.mean is not None, TURNED=turns is not None, CAPPED=softcap is not None, BLOCK=128, STEP=64,
+            num_warps=8, num_stages=4,
         )  # fmt: skip
         kernels.mix[(splits, blocks, sets)](
             logits, *value_side, partial, partial_lse, length, count, each, pieces * splits, index * splits, blocks * width,
@@ -274,9 +272,10 @@ class _Scratch:
             options |= {f"{prefix}SIZE": channels.shape[-1] if planes else 0, f"{prefix}PLANES": planes}
             options |= {f"{prefix}CODED": side.code is not None, f"{prefix}DONE": there}
         chosen = self.chosen
-        _kernels().unpack[(-(-count // 16), self.sets, 2)](
+        widest = max(rows.shape[-1] for rows in self.rows)
+        _kernels().unpack[(-(-count // 32), -(-widest // 128), 2 * self.sets)](
             *arguments, self.rows[0] if chosen is None else chosen, self.length, count, first,
-            0 if chosen is None else chosen.shape[1], CHUNK=self.chunk, GATHERED=chosen is not None, BLOCK=16, STEP=128,
+            0 if chosen is None else chosen.shape[1], CHUNK=self.chunk, GATHERED=chosen is not None, BLOCK=32, STEP=128,
             num_warps=4, **options,
         )  # fmt: skip
         return [
@@ -292,11 +291,16 @@ def _key_basis(keys: Factors) -> tuple[Tensor, Tensor]:
     kv_heads, rank, dim = keys.basis.shape
     basis = torch.empty(kv_heads, rank, dim, dtype=torch.float16, device=keys.basis.device)
     factor = torch.empty(kv_heads, dtype=torch.float32, device=keys.basis.device)
-    _kernels().unpack_basis[(-(-rank // 32), kv_heads)](
+    _kernels().unpack_basis[(-(-rank // 64), kv_heads)](
         keys.basis, keys.scales, _rotation(dim, basis.device), basis, factor, rank, _step(dim), DIM=dim, DIM_UP=_power(dim),
-        RANK_UP=_power(rank), BLOCK=32, num_warps=4,
+        RANK_UP=_power(rank), BLOCK=64, num_warps=8,
     )  # fmt: skip
     return basis, factor
+
+
+def _programs(device: torch.device) -> int:
+    """Multiprocessors."""
+    return 2 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @cache

@@ -24,12 +24,12 @@ def _power_above(x):
 
 @triton.jit
 def score(
-    query, landmarks, scales, rotation, levels, outliers, logits, block_lse, chunks, blocks, banned, scaling,
+    query, landmarks, scales, rotation, levels, outliers, logits, block_lse, chunks, blocks, each, banned, scaling,
     GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_UP: tl.constexpr, NBYTES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Logits of one KV head's queries on a block of landmarks, and their log-sum-exp."""
-    block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    """Logits of one KV head's queries on some blocks of landmarks, and the log-sum-exp of each."""
+    head = tl.program_id(1).to(tl.int64)
     rows, dims, columns = tl.arange(0, ROWS), tl.arange(0, DIM_UP), tl.arange(0, DIM_UP)
     q = tl.load(
         query + (head * GROUP + rows[:, None]) * DIM + dims[None, :],
@@ -43,33 +43,34 @@ def score(
         other=0.0,
     )
     q = tl.dot((q / largest[:, None]).to(tl.float16), turn.to(tl.float16)).to(tl.float16)
-    index = block * BLOCK + tl.arange(0, BLOCK)
-    there = index < chunks
-    line = head * chunks + index
-    codes = tl.load(
-        landmarks + line[None, :] * NBYTES + (dims % NBYTES)[:, None],
-        mask=there[None, :] & (dims[:, None] < DIM),
-        other=0,
-    )
-    codes = codes.to(tl.int32) >> (dims // NBYTES * 4)[:, None] & 15
-    # Channels of padding have a level, which meets a zero.
-    found = tl.dot(q, tl.load(levels + codes).to(tl.float16))
-    scale = tl.load(scales + line, mask=there, other=0.0).to(tl.float32)
-    found = found * (largest[:, None] * scaling) * scale[None, :]
-    for one in range(banned):
-        there = there & (index != tl.load(outliers + head * banned + one).to(tl.int32))
-    found = tl.where(there[None, :], found, float("-inf"))
-    top = tl.max(found, 1)
-    safe = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(tl.exp(found - safe[:, None]), 1)
-    lse = tl.where(total == 0.0, float("-inf"), safe + tl.log(tl.where(total == 0.0, 1.0, total)))
     place = head * GROUP + rows
-    tl.store(block_lse + place * blocks + block, lse, mask=rows < GROUP)
-    tl.store(
-        logits + place[:, None] * chunks + index[None, :],
-        found,
-        mask=(rows[:, None] < GROUP) & (index < chunks)[None, :],
-    )
+    for block in range(tl.program_id(0) * each, tl.minimum((tl.program_id(0) + 1) * each, blocks)):
+        index = block * BLOCK + tl.arange(0, BLOCK)
+        there = index < chunks
+        line = head * chunks + index
+        codes = tl.load(
+            landmarks + line[None, :] * NBYTES + (dims % NBYTES)[:, None],
+            mask=there[None, :] & (dims[:, None] < DIM),
+            other=0,
+        )
+        codes = codes.to(tl.int32) >> (dims // NBYTES * 4)[:, None] & 15
+        # Channels of padding have a level, which meets a zero.
+        found = tl.dot(q, tl.load(levels + codes).to(tl.float16))
+        scale = tl.load(scales + line, mask=there, other=0.0).to(tl.float32)
+        found = found * (largest[:, None] * scaling) * scale[None, :]
+        for one in range(banned):
+            there = there & (index != tl.load(outliers + head * banned + one).to(tl.int32))
+        found = tl.where(there[None, :], found, float("-inf"))
+        top = tl.max(found, 1)
+        safe = tl.where(top == float("-inf"), 0.0, top)
+        total = tl.sum(tl.exp(found - safe[:, None]), 1)
+        lse = tl.where(total == 0.0, float("-inf"), safe + tl.log(tl.where(total == 0.0, 1.0, total)))
+        tl.store(block_lse + place * blocks + block, lse, mask=rows < GROUP)
+        tl.store(
+            logits + place[:, None] * chunks + index[None, :],
+            found,
+            mask=(rows[:, None] < GROUP) & (index < chunks)[None, :],
+        )
 
 
 @triton.jit
@@ -113,9 +114,19 @@ def choose(shares, chosen, chunks, selected, CHUNKS_UP: tl.constexpr):
     order = tl.where(bits < 0, ~bits, bits ^ -2147483648).to(tl.uint32, bitcast=True)
     order = tl.where(index < chunks, order, 0).to(tl.uint32)
     least = tl.full([], 0, tl.uint32)
-    for bit in tl.static_range(32):
-        higher = least | (1 << (31 - bit))
-        least = tl.where(tl.sum((order >= higher).to(tl.int32), 0) >= selected, higher, least).to(tl.uint32)
+    unit = tl.full([], 1 << 30, tl.uint32)
+    for _ in range(16):
+        # The next two bits: three counts, side by side in one number.
+        counts = (order >= (least | unit)).to(tl.int64)
+        counts += (order >= (least | (unit << 1))).to(tl.int64) << 20
+        counts += (order >= (least | unit | (unit << 1))).to(tl.int64) << 40
+        found = tl.sum(counts, 0)
+        more = (found & 0xFFFFF) >= selected
+        most = (found >> 20 & 0xFFFFF) >= selected
+        all_of = (found >> 40) >= selected
+        step = more.to(tl.uint32) + most.to(tl.uint32) + all_of.to(tl.uint32)
+        least = least | step * unit
+        unit = unit >> 2
     above, equal = (order > least).to(tl.int32), (order == least).to(tl.int32)
     left = selected - tl.sum(above, 0)
     take = (above != 0) | ((equal != 0) & (tl.cumsum(equal, 0) <= left))
@@ -142,7 +153,8 @@ def _unpack(
     CODED: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Decode some tokens' factors, each divided by its largest norm; padding of a row is zero."""
-    own, row = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    side = tl.program_id(2)
+    own, row = (side // 2).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     line = own * length + row
     # Rows beyond the last are safe to read.
     token = _token(chosen, own, tl.minimum(row, count - 1), first, selected, CHUNK, GATHERED).to(tl.int64)
@@ -151,8 +163,10 @@ def _unpack(
         for one in range(groups):
             most = tl.maximum(most, tl.load(norms + token * groups + one).to(tl.float32))
         most = tl.maximum(most, 1e-30)
-        tl.store(scales + line, most, mask=row < count)
-    for begin in range(0, stride, STEP):
+        if tl.program_id(1) == 0:
+            tl.store(scales + line, most, mask=row < count)
+    begin = tl.program_id(1) * STEP
+    if begin < stride:
         channel = begin + tl.arange(0, STEP)
         real = channel < rank
         if CODED:
@@ -162,10 +176,12 @@ def _unpack(
             for index in tl.static_range(4):
                 if PLANES >> index & 1:
                     place = tl.load(facts + (_PLANE + index) * SIZE + channel, mask=real, other=240)
-                    byte = tl.load(factors + token[:, None] * nbytes + (place >> 8)[None, :]).to(tl.int32)
-                    code += (byte >> (place >> 4 & 15)[None, :] & ((1 << (1 << index)) - 1)) << (place & 15)[
-                        None, :
-                    ]
+                    # Neighbours are mostly of one width: most have no such plane.
+                    if tl.min(place & 255, 0) < 240:
+                        byte = tl.load(factors + token[:, None] * nbytes + (place >> 8)[None, :]).to(tl.int32)
+                        code += (byte >> (place >> 4 & 15)[None, :] & ((1 << (1 << index)) - 1)) << (
+                            place & 15
+                        )[None, :]
             group = tl.load(facts + _GROUP * SIZE + channel, mask=real, other=0)
             norm = tl.load(norms + token[:, None] * groups + group[None, :]).to(tl.float32)
             x = tl.load(levels + code) * (norm / most[:, None])
@@ -193,7 +209,7 @@ def unpack(
     GATHERED: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """`_unpack` keys' factors and values', but for those that are read where they lie."""
-    if tl.program_id(2) == 0:
+    if tl.program_id(2) % 2 == 0:
         if not DONE:
             _unpack(
                 factors, norms, facts, levels, rows, scales, rank, nbytes, groups, stride, chosen, length, count, first,
@@ -239,13 +255,6 @@ def unpack_basis(
 
 
 # ---- attention ----
-
-
-@triton.jit
-def _halves(x):
-    """float16 numbers and what they leave out."""
-    high = x.to(tl.float16)
-    return high, (x - high.to(tl.float32)).to(tl.float16)
 
 
 @triton.jit
@@ -305,14 +314,11 @@ def logits(
         far_sin = tl.load(coarse_sin + far, mask=wide[None, :], other=0.0)
         near_cos = tl.load(fine_cos + near, mask=wide[None, :], other=0.0)
         near_sin = tl.load(fine_sin + near, mask=wide[None, :], other=0.0)
-        high, low = _halves(keys * (far_cos * near_cos - far_sin * near_sin))
-        found = tl.dot(low, q, tl.dot(high, q))
-        high, low = _halves(keys * (far_sin * near_cos + far_cos * near_sin))
-        found -= tl.dot(low, crossed, tl.dot(high, crossed))
+        found = tl.dot((keys * (far_cos * near_cos - far_sin * near_sin)).to(tl.float16), q)
+        found -= tl.dot((keys * (far_sin * near_cos + far_cos * near_sin)).to(tl.float16), crossed)
         found *= turn_scale
     else:
-        high, low = _halves(keys)
-        found = tl.dot(low, q, tl.dot(high, q))
+        found = tl.dot(keys.to(tl.float16), q)
     found *= top[:, None] * (largest * scaling)[None, :]
     if CAPPED:
         # tanh by the logistic function, which every Triton has

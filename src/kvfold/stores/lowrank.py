@@ -456,6 +456,8 @@ class LowRankStore(Store):
                 else replace(tail, keys=tail.keys[row : row + 1], values=tail.values[row : row + 1])
             )
             found.append(dense_decode.attend(own, exact, after, context.scaling, context.softcap, part))
+        if len(found) == 1:
+            return found[0]
         return torch.cat([output for output, _ in found]), torch.cat([lse for _, lse in found])
 
     def _turns(self, row: int, context: AttendContext, device: torch.device) -> Turns | None:
