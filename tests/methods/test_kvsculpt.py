@@ -326,6 +326,16 @@ def test_short_and_whole():
     assert len(store.kept(0, 0).positions) == 60
 
 
+def test_heads_of_fewer_tokens_than_stay():
+    """Of a prompt folded before, a head may have few left; unchecked budgets may be small. The newest are kept."""
+    one = view()
+    valid = one.valid.clone()
+    valid[0, 0, :55] = False
+    one.valid = valid
+    (store,) = KVSculpt(tokens=3, sinks=2, window=6).fold([one])
+    assert [store.kept(0, head).positions.tolist() for head in (0, 1)] == [[57, 58, 59]] * 2
+
+
 def test_bad_input():
     with pytest.raises(BudgetError, match="at least keep="):
         KVSculpt(keep=0.1).check(200, 2, 64, 64)

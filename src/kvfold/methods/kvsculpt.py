@@ -159,7 +159,8 @@ class KVSculpt(SelectFit):
                 index = torch.arange(tokens, device=view.keys.device)
                 stays, others = index, slice(0, 0)
                 if budget < tokens:
-                    others = slice(self.sinks, tokens - self.window)
+                    first = min(self.sinks, tokens)
+                    others = slice(first, max(tokens - self.window, first))
                     stays = torch.cat([index[: others.start], index[others.stop :]])
                     stays = stays[max(len(stays) - budget, 0) :]
                 yield Head(view, row, head, stays, others, min(budget, tokens) - len(stays))
