@@ -217,16 +217,18 @@ def attend(
     output = query.new_empty(1, heads, 1, values.dim, dtype=torch.float32)
     lse = query.new_empty(1, heads, 1, dtype=torch.float32)
     coded = values.scales is not None
-    rebuilt = query.new_empty(heads, blocks, values.dim, dtype=torch.float32)
-    kernels.rebuild[(heads, blocks)](
-        partial, partial_lse, values.basis, values.scales if coded else query, rebuilt, pieces * splits, blocks, values.rank,
+    part = min(width, 64)
+    parts = blocks * width // part
+    rebuilt = query.new_empty(heads, parts, values.dim, dtype=torch.float32)
+    kernels.rebuild[(heads, parts)](
+        partial, partial_lse, values.basis, values.scales if coded else query, rebuilt, pieces * splits, parts, values.rank,
         blocks * width, _step(values.dim) if coded else 1.0, GROUP=heads // kv_heads, VALUE=values.dim, VALUE_UP=_power(values.dim),
-        SPLITS_UP=_power(pieces * splits), CODED=coded, BLOCK=width, num_warps=8,
+        SPLITS_UP=_power(pieces * splits), CODED=coded, BLOCK=part, num_warps=4,
     )  # fmt: skip
     kernels.finish[(heads,)](
         rebuilt, partial_lse, _rotation(values.dim, device) if coded else query, query if values.mean is None else values.mean,
-        output, lse, pieces * splits, blocks, GROUP=heads // kv_heads, VALUE=values.dim, VALUE_UP=_power(values.dim),
-        SPLITS_UP=_power(pieces * splits), BLOCKS_UP=_power(blocks), CODED=coded, MEAN=values.mean is not None, num_warps=4,
+        output, lse, pieces * splits, parts, GROUP=heads // kv_heads, VALUE=values.dim, VALUE_UP=_power(values.dim),
+        SPLITS_UP=_power(pieces * splits), BLOCKS_UP=_power(parts), CODED=coded, MEAN=values.mean is not None, num_warps=4,
     )  # fmt: skip
     return output, lse
 
@@ -237,13 +239,8 @@ class _Scratch:
     def __init__(
         self, keys: Factors, values: Factors, sets: int, length: int, chosen: Tensor | None, chunk: int
     ):
-        self.sides, self.sets, self.length, self.chosen, self.chunk = (
-            (keys, values),
-            sets,
-            length,
-            chosen,
-            chunk,
-        )
+        self.sides, self.sets, self.length = (keys, values), sets, length
+        self.chosen, self.chunk = chosen, chunk
         # 16-bit factors that are read in order are read where they lie.
         self.there = [chosen is None and side.code is None for side in self.sides]
         self.rows = [
