@@ -141,6 +141,25 @@ def test_each_query_reads_its_own_choice(choice):
     assert agreed == compared
 
 
+def test_a_window_follows_its_first_layer_though_nothing_is_forgotten():
+    """A replayed step shares what the steps before it shared."""
+    (one, _), (lower, upper) = window(**SPARSE, sparse_budget=12, choice="window", options=dict(tokens=64))
+    kept, queries = SharedTurn(), torch.randn(3, 2, 4, 1, 16) * 3
+    outputs = []
+    for query in queries:
+        found = []
+        for turn in (kept, SharedTurn()):
+            context = AttendContext(one.scaling, rotary=turn)
+            lower.attend(query, None, context)
+            found.append(upper.attend(query, None, context)[0])
+        assert torch.equal(*found)
+        # What the layer before chose for another query is another choice.
+        outputs.append(found[0])
+    lower.attend(queries[0], None, AttendContext(one.scaling, rotary=kept))
+    stale = upper.attend(queries[1], None, AttendContext(one.scaling, rotary=kept))[0]
+    assert not torch.allclose(stale, outputs[1], atol=1e-3)
+
+
 def test_latents_are_never_expanded():
     """Latent attention through an expanded basis, against expanding what the store decodes to."""
     generator = torch.Generator().manual_seed(3)
