@@ -140,7 +140,7 @@ def check_pieces(store, query, context):
     sides = [store._factors(0, name) for name in ("key", "value")]
     whole, pieces = (
         lowrank_decode.attend(query, *sides, turned, store.coded(0)[0], context.scaling, piece=piece)
-        for piece in (1 << 14, 16)
+        for piece in (1 << 13, 16)
     )
     for one, two in zip(whole, pieces, strict=True):
         torch.testing.assert_close(one, two, atol=2e-3, rtol=1e-3)

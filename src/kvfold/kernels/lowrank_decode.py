@@ -28,8 +28,8 @@ MAX_HEADS = 64
 """Most query heads."""
 MAX_CHUNKS = 1 << 14
 """Most chunks that one block of threads ranks; beyond, `torch.topk` does."""
-PIECE = 1 << 14
-"""Tokens in the scratch at a time."""
+PIECE = 1 << 13
+"""Tokens in the scratch at a time: about what a cache of 50 MB holds."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ def attend(
     for index in range(pieces):
         first, count = index * piece, min(piece, tokens - index * piece)
         key_side, value_side = scratch.fill(first, count)
-        kernels.logits[(-(-count // 128), kv_heads)](
+        kernels.logits[(kv_heads, -(-count // 128))](
             query, *key_side, basis, basis_scale, query if keys.mean is None else keys.mean, *at,
             query if chosen is None else chosen, query if outliers is None else outliers, logits,
             length, count, first, start, keys.rank, 0 if chosen is None else chosen.shape[1], banned, scaling,

@@ -267,7 +267,8 @@ def logits(
     STEP: tl.constexpr,
 ):  # fmt: skip
     """Rebuild one KV head's keys of a tile of tokens; its queries' logits on them."""
-    head, row = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    # Heads next to each other: they read the same rows.
+    head, row = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     own = head
     if SETS == 1:
         own = head * 0
