@@ -14,7 +14,7 @@ from kvfold.methods.base import LayerView
 Source = Literal["reread", "future", "synthetic"]
 
 
-BLOCK, BESIDE = 2048, 256
+BLOCK, BESIDE = 2048, 128
 """Tokens whose logits are held at once; queries whose logits over what is beside them are."""
 SEEN = 1e-6
 """Share of attention below which what is beside some tokens is not told apart from nothing."""
@@ -60,9 +60,13 @@ class Training:
     def logits(self, tokens: slice | Tensor) -> Tensor:
         """Logits (queries, n) of some tokens: scaled, capped, -inf where the query may not look."""
         scores = soft_cap((self.queries * self.scaling) @ self.keys[tokens].t(), self.softcap)
-        if isinstance(tokens, slice) and tokens.indices(len(self.keys))[1] <= len(self.keys) - self.window:
-            return scores  # all see them: no pass over so many numbers
-        return scores.masked_fill_(self.positions[tokens] > self.last[:, None], -torch.inf)
+        positions = self.positions[tokens]
+        if isinstance(tokens, slice):
+            # All see the others: no pass over so many numbers.
+            first = max(len(self.keys) - self.window - tokens.indices(len(self.keys))[0], 0)
+            scores[:, first:].masked_fill_(positions[first:] > self.last[:, None], -torch.inf)
+            return scores
+        return scores.masked_fill_(positions > self.last[:, None], -torch.inf)
 
     def attend(self) -> Part:
         """Exact attention over the prompt and what is beside it: (output (queries, value_dim), log-sum-exp (queries,))."""
