@@ -236,6 +236,16 @@ def test_pieces_together_give_the_whole_output():
     assert (free < 0.75 * fit).all() and (fit < 0.1 * nothing).all()
 
 
+def test_values_of_all_pieces_are_solved_for_once_more(monkeypatch):
+    """Each piece's for what all others leave, later ones included."""
+    one = prompt()
+    method = KVSculpt(tokens=56, sinks=2, window=6, horizon=16, heads="uniform", chunk=40, steps=2)
+    settled = error(one, method.fold([one])[0])
+    monkeypatch.setattr(KVSculpt, "_settled", lambda self, standing, parts: list(parts))
+    apart = error(one, method.fold([one])[0])
+    assert (settled < 0.9 * apart).all()
+
+
 def test_pieces_get_what_they_need():
     """Of one head, the half that is hardly attended to gets less."""
     keys, sampled = prompt().keys.clone(), prompt().sampled.clone()

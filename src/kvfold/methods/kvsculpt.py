@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -23,6 +23,7 @@ from kvfold.kernels.reference import Part, merge, soft_cap, softmax_part
 from kvfold.methods.base import LayerView
 from kvfold.methods.baselines.select_fit import SelectFit
 from kvfold.methods.distil import Batch, Questions
+from kvfold.methods.fit import ridge_values
 from kvfold.methods.lbfgs import LBFGS, Objective
 from kvfold.methods.queries import Source, Training, training
 from kvfold.methods.work import Work
@@ -206,7 +207,7 @@ class KVSculpt(SelectFit):
         """Every piece to its count: those of about a size together, as many as memory allows.
 
         Pieces of a head go one after the other, layer by layer: each sees those before it as they were distilled, and
-        makes up for their errors.
+        makes up for their errors. When all are done, so do the values of those before.
         """
 
         def turn(piece: Piece) -> tuple[str, int, int]:
@@ -234,11 +235,31 @@ class KVSculpt(SelectFit):
             else:
                 steps = self.steps if last else self.pilot_steps
                 meter.add(sum(_effort(counts[i], steps) for i in index))
-            if last and self.chunk:
-                for i, distilled in zip(index, done, strict=True):
-                    standing(pieces[i].head).take(pieces[i], distilled)
             results.update(zip(index, done, strict=True))
+            for i in index if last and self.chunk else ():
+                head = pieces[i].head
+                standing(head).take(pieces[i], results[i])
+                if pieces[i].number and (i + 1 == len(pieces) or pieces[i + 1].head is not head):
+                    own = range(i - pieces[i].number, i + 1)
+                    settled = self._settled(standing(head), [results[j] for j in own])
+                    results.update(zip(own, settled, strict=True))
         return [results[i] for i in range(len(pieces))]
+
+    def _settled(self, standing: Standing, parts: Sequence[Distilled]) -> list[Distilled]:
+        """All pieces of a head, their values solved for once more: each piece's for what all others leave.
+
+        Keys stay, and with them all weights, so that values are least squares piece by piece.
+        """
+        lacking, settled = standing.whole[0] - standing.now[0], []
+        for part in parts:
+            weights = standing.scores(part).sub_(standing.now[1][:, None]).exp_()
+            lacking = lacking + weights @ part.values.float()
+            own = standing.asked.values[part.chosen]
+            towards = own if self.ridge_to == "own" else torch.zeros_like(own)
+            values = ridge_values(weights, lacking, self.ridge, towards).to(part.values.dtype)
+            lacking = lacking - weights @ values.float()
+            settled.append(replace(part, values=values))
+        return settled
 
     @staticmethod
     def _room(pieces: Sequence[Piece]) -> int:
@@ -409,9 +430,12 @@ class Standing:
     def take(self, piece: Piece, distilled: Distilled) -> None:
         """A piece is distilled."""
         _, rest = self.asked.apart(self.now, piece.tokens)
-        scores = self.asked.queries @ distilled.keys.float().t() * self.asked.scaling
-        new = softmax_part(soft_cap(scores, self.asked.softcap), distilled.values.float())
-        self.now = merge([rest, new])
+        self.now = merge([rest, softmax_part(self.scores(distilled), distilled.values.float())])
+
+    def scores(self, distilled: Distilled) -> Tensor:
+        """Logits (queries, n) of distilled keys."""
+        scores = (self.asked.queries * self.asked.scaling) @ distilled.keys.float().t()
+        return soft_cap(scores, self.asked.softcap)
 
 
 @dataclass(frozen=True)
