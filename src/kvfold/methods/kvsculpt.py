@@ -127,13 +127,12 @@ class KVSculpt(SelectFit):
         heads = [head for view in views for head in self._heads(view)]
         pieces = [piece for head in heads for piece in head.pieces(self.chunk)]
         counts, pilot = [piece.uniform for piece in pieces], None
-        stages = [self.pilot_steps] * (self.heads == "pilot") + [self.steps]
+        first = self.heads == "pilot" or self.chunk is not None
+        stages = [self.pilot_steps] * first + [self.steps]
         meter = _Meter(views[0].work, sum(_effort(count, steps) for count in counts for steps in stages))
-        if self.heads == "pilot":
+        if first and pieces:
             pilot = self._distil(pieces, counts, None, meter)
-            counts = self._budgets(
-                pieces, torch.stack([each.error.cpu() for each in pilot]).tolist() if pilot else []
-            )
+            counts = self._budgets(pieces, pilot)
         moved = pilot if self.pilot_steps else None
         found = self._distil(pieces, counts, moved, meter, last=True)
         of: dict[Head, list[Distilled]] = {head: [] for head in heads}
@@ -166,21 +165,38 @@ class KVSculpt(SelectFit):
                     stays = stays[max(len(stays) - budget, 0) :]
                 yield Head(view, row, head, stays, others, min(budget, tokens) - len(stays))
 
-    def _budgets(self, pieces: Sequence[Piece], errors: Sequence[float]) -> list[int]:
-        """Tokens of each piece, the same number in all of a row as with uniform budgets (KVSculpt, adaptive budgets)."""
-        counts = [piece.uniform for piece in pieces]
-        for row in {piece.head.row for piece in pieces}:
-            index = [i for i, piece in enumerate(pieces) if piece.head.row == row]
-            same = torch.tensor([counts[i] for i in index])
-            size = torch.tensor([pieces[i].size for i in index])
-            base = torch.tensor([pieces[i].exact for i in index])
-            each = float((same + base).mean())
-            low = torch.minimum((self.floor * each - base).long().clamp_min(1), same)
-            high = torch.maximum(torch.minimum((self.cap * each - base).long(), size), same)
-            error = torch.tensor([errors[i] * self._weight(pieces[i].head.view) for i in index])
-            shared = damped_counts(error, int(same.sum()), self.damping, low, high, base).tolist()
-            for i, count in zip(index, shared, strict=True):
-                counts[i] = count
+    def _budgets(self, pieces: Sequence[Piece], pilot: Sequence[Distilled]) -> list[int]:
+        """Tokens of each piece.
+
+        Heads share by their errors, the same number in all of a row as with uniform budgets (KVSculpt, adaptive budgets).
+        Pieces of a head get as many as it has there of the tokens that are attended to most.
+        """
+        parts: dict[Head, list[Distilled]] = {piece.head: [] for piece in pieces}
+        for piece, part in zip(pieces, pilot, strict=True):
+            parts[piece.head].append(part)
+        shared: dict[Head, list[int]] = {}
+        for row in {head.row for head in parts}:
+            heads = [head for head in parts if head.row == row]
+            counts = [head.free for head in heads]
+            if self.heads == "pilot":
+                errors = [float(sum(part.error for part in parts[head])) for head in heads]
+                least = torch.tensor([len(parts[head]) for head in heads])
+                counts = self._adapted(heads, errors, least)
+            shared |= {
+                head: _shares(n, [part.scores for part in parts[head]]) for head, n in zip(heads, counts)
+            }
+        return [count for head in parts for count in shared[head]]
+
+    def _adapted(self, heads: Sequence[Head], errors: Sequence[float], least: Tensor) -> list[int]:
+        """Tokens of each head of a row, by errors."""
+        same = torch.tensor([head.free for head in heads])
+        size = torch.tensor([head.others.stop - head.others.start for head in heads])
+        base = torch.tensor([len(head.stays) for head in heads])
+        each = float((same + base).double().mean())
+        low = torch.minimum(torch.maximum((self.floor * each - base).long(), least), same)
+        high = torch.maximum(torch.minimum((self.cap * each - base).long(), size), same)
+        error = torch.tensor([e * self._weight(head.view) for e, head in zip(errors, heads, strict=True)])
+        counts: list[int] = damped_counts(error, int(same.sum()), self.damping, low, high, base).tolist()
         return counts
 
     def _weight(self, view: LayerView) -> float:
@@ -219,12 +235,13 @@ class KVSculpt(SelectFit):
         heads = max((len(view.real_tokens) * view.keys.shape[1] for view in views), default=1)
         standing = lru_cache(heads)(self._standing)
         results: dict[int, Distilled] = {}
-        sizes = [pieces[i].bytes(counts[i]) for i in order]
+        room = [pieces[i].bytes(counts[i]) for i in order]
         turns = [turn(pieces[i]) for i in order]
-        for part in _slices([counts[i] for i in order], sizes, turns, self._room(pieces)):
+        for part in _slices([counts[i] for i in order], room, turns, self._room(pieces)):
             index, view = order[part], pieces[order[part.start]].head.view
             name = f"{'main' if last else 'pilot'}-{view.layer_idx}-{part.start}"
-            done = _unpacked(meter.work.kept(name), [counts[i] for i in index], view.keys.device)
+            sizes = [0 if last else pieces[i].size for i in index]
+            done = _unpacked(meter.work.kept(name), [counts[i] for i in index], sizes, view.keys.device)
             if done is None:
                 problems = [
                     Problem.of(pieces[i], counts[i], standing(pieces[i].head), start[i] if start else None)
@@ -321,7 +338,13 @@ class KVSculpt(SelectFit):
                 )
         values = batch.solve(cast, self.ridge, towards, everything=True) if last else batch.values
         return [
-            Distilled(problem.chosen, cast[i, :count].to(dtype), values[i, :count].to(dtype), error[i])
+            Distilled(
+                problem.chosen,
+                cast[i, :count].to(dtype),
+                values[i, :count].to(dtype),
+                error[i],
+                problem.scores[: 0 if last else None],
+            )
             for i, (problem, count) in enumerate(zip(problems, batch.counts, strict=True))
         ]
 
@@ -405,11 +428,6 @@ class Piece:
         """Tokens before."""
         return int(self.tokens.stop - self.tokens.start)
 
-    @property
-    def exact(self) -> float:
-        """Its share of the tokens that stay: as it is of those that do not."""
-        return len(self.head.stays) * self.uniform / self.head.free
-
     def bytes(self, count: int) -> int:
         """What its distillation holds, about: queries with their targets, and keys with histories of 10 pairs."""
         view = self.head.view
@@ -440,12 +458,13 @@ class Standing:
 
 @dataclass(frozen=True)
 class Problem:
-    """A piece, the tokens chosen to start from, their keys and values, the first keys, and what is asked.
+    """A piece, what its tokens weigh, those chosen to start from, their keys and values, the first keys, what is asked.
 
     The rest of the prompt is there, too, so that an error is one of the whole output.
     """
 
     piece: Piece
+    scores: Tensor
     chosen: Tensor
     keys: Tensor
     values: Tensor
@@ -458,20 +477,25 @@ class Problem:
         full = standing.asked
         weights, rest = full.apart(standing.now, piece.tokens)
         # Squared errors count, so squared attention does.
-        chosen = weights.square_().sum(0).topk(count).indices.sort().values + piece.tokens.start
+        scores = weights.square_().sum(0)
+        chosen = scores.topk(count).indices.sort().values + piece.tokens.start
         keys, values = full.keys[chosen], full.values[chosen]
         start = keys if pilot is None else pilot.moved(chosen, keys)
-        return cls(piece, chosen, keys, values, start, Questions.of(full, standing.whole, rest))
+        return cls(piece, scores, chosen, keys, values, start, Questions.of(full, standing.whole, rest))
 
 
 @dataclass(frozen=True)
 class Distilled:
-    """What became of a piece: the tokens it started from, their new keys and values in 16 bits, its held-out error."""
+    """What became of a piece: the tokens it started from, their new keys and values in 16 bits, its held-out error.
+
+    A pilot also says what all of its tokens weigh.
+    """
 
     chosen: Tensor
     keys: Tensor
     values: Tensor
     error: Tensor
+    scores: Tensor
 
     def moved(self, chosen: Tensor, keys: Tensor) -> Tensor:
         """Keys of other tokens, where this one has moved them: as it has."""
@@ -504,19 +528,39 @@ def _half(view: LayerView) -> torch.dtype:
     return view.keys.dtype if view.keys.dtype in (torch.float16, torch.bfloat16) else torch.float16
 
 
+def _shares(count: int, scores: Sequence[Tensor]) -> list[int]:
+    """How many of the best tokens are in each piece; at least one."""
+    if len(scores) == 1:
+        return [count]
+    piece = torch.arange(len(scores)).repeat_interleave(torch.tensor([len(each) for each in scores]))
+    best = torch.cat(list(scores)).topk(count).indices.cpu()
+    shares = piece[best].bincount(minlength=len(scores)).clamp_min(1)
+    for _ in range(int(shares.sum()) - count):
+        shares[shares.argmax()] -= 1
+    found: list[int] = shares.tolist()
+    return found
+
+
 def _packed(done: Sequence[Distilled]) -> dict[str, Tensor]:
-    packed = {name: torch.cat([getattr(one, name) for one in done]) for name in ("chosen", "keys", "values")}
+    names = ("chosen", "keys", "values", "scores")
+    packed = {name: torch.cat([getattr(one, name) for one in done]) for name in names}
     return {**packed, "error": torch.stack([one.error for one in done])}
 
 
 def _unpacked(
-    packed: Mapping[str, Tensor] | None, counts: Sequence[int], device: torch.device
+    packed: Mapping[str, Tensor] | None, counts: Sequence[int], sizes: Sequence[int], device: torch.device
 ) -> list[Distilled] | None:
-    """What `_packed` made of pieces with such counts, else None."""
-    if packed is None or len(packed["error"]) != len(counts) or len(packed["chosen"]) != sum(counts):
+    """What `_packed` made of pieces with such counts, and scores of such sizes, else None."""
+    if packed is None or [len(packed[name]) for name in ("error", "chosen", "scores")] != [
+        len(counts),
+        sum(counts),
+        sum(sizes),
+    ]:
         return None
-    columns = (packed[name].to(device).split(list(counts)) for name in ("chosen", "keys", "values"))
-    return [Distilled(*each) for each in zip(*columns, packed["error"].to(device), strict=True)]
+    on = {name: tensor.to(device) for name, tensor in packed.items()}
+    columns = (on[name].split(list(counts)) for name in ("chosen", "keys", "values"))
+    scores = on["scores"].split(list(sizes))
+    return [Distilled(*each) for each in zip(*columns, on["error"], scores, strict=True)]
 
 
 def _slices(
