@@ -25,10 +25,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 class SharingTurn(Turn):
     """As the model's: what it makes is shared by the layers of a step. Its last channels stay, if `still`."""
 
-    scale = 1.3
-
-    def __init__(self, still=0):
-        self.still, self.made = still, {}
+    def __init__(self, still=0, scale=1.0):
+        self.still, self.scale, self.made = still, scale, {}
 
     def _turn(self, x, positions, sign):
         stop = x.shape[-1] - self.still
@@ -72,13 +70,13 @@ def check():
             means = {}
             if kind == "graded":
                 means = {"key_mean": random(rows, heads, dim).half(), "value_mean": random(rows, heads, dim)}
-            keys = Rotations(matrices, which) if kind == "rotated" else None
+            turn = Rotations(matrices, which) if kind == "rotated" else None
             basis = Basis(
-                basis.scale, basis.value_scale, order, keys, Rotations(matrices, 1 - which), **means
+                basis.scale, basis.value_scale, order, turn, Rotations(matrices, 1 - which), **means
             )
         turned = None
         if shifts is not None:
-            rotary = SharingTurn(still=16 if dim == 80 else 0)
+            rotary = SharingTurn(still=16 if dim == 80 else 0, scale=1.3)
             turned = Turned(random(rows, heads, dim).half(), rotary, tokens, shifts)
         dtype = torch.float16 if dim == 128 else torch.float32
         query = random(rows, heads * group, queries, dim, dtype=dtype)

@@ -54,14 +54,6 @@ class Case:
             torch.randn(rows, self.kv_heads * group, self.dim, generator=self.generator).to(device) / UNIT
         )
 
-    def place(self, positions):
-        """Put every token's bias at a random position."""
-        records = self.records
-        found = torch.randint(positions, (sum(records.slots),), generator=self.generator).int()
-        heads = found.split(records.slots)
-        self.slots = [own[slots].long() for own, slots in zip(heads, self.slots)]
-        self.records = Records(records.data, records.books, records.runs, found.to(records.data.device))
-
     def _random(self, layout, tokens, groups):
         """Codes as normal numbers have them, norms spread over a factor of a few."""
 
@@ -113,9 +105,8 @@ class Case:
         for index, (q, keys, values) in enumerate(zip(grouped, self.keys, self.values)):
             logits = q @ keys.t() * scaling
             if bias is not None:
-                row, head = divmod(index, self.kv_heads)
-                own = bias[row, head * self.group : (head + 1) * self.group].double().cpu()
-                logits += own[:, self.slots[index]]
+                first = sum(self.records.slots[:index])
+                logits += bias[[first + slot for slot in self.slots[index]]].double().cpu().t()
             lses.append(logits.logsumexp(-1))
             outputs.append(logits.softmax(-1).nan_to_num() @ values)
         shape = self.query.shape
@@ -181,21 +172,29 @@ def test_plain(name):
     same(attend(case.query, case.records, 0.3), case.expected(0.3), 1e-4)
 
 
-def biases(case, positions):
-    """By place, or at so many positions."""
-    if positions:
-        case.place(positions)
-    width = positions or max(case.records.slots)
-    bias = torch.randn(*case.query.shape[:2], width, generator=case.generator)
-    bias[:, :, ::3] = -math.inf
-    return bias.to(case.query.device)
+def biases(case, device="cpu"):
+    """A bias of every place; and one of 90 indices, with each place's, that says the same as a third."""
+    places = sum(case.records.slots)
+    bias = torch.randn(places, case.group, generator=case.generator)
+    bias[::3] = -math.inf
+    positions = torch.randint(0, 90, (places,), generator=case.generator, dtype=torch.int32)
+    shared = torch.randn(case.rows, case.kv_heads, 90, case.group, generator=case.generator)
+    shared[:, :, ::3] = -math.inf
+    heads = torch.arange(case.rows * case.kv_heads).repeat_interleave(torch.tensor(case.records.slots))
+    same_as = shared.flatten(0, 1)[heads, positions.long()]
+    return [x.to(device) for x in (bias, shared, positions, same_as)]
 
 
-@pytest.mark.parametrize("positions", [None, 500])
-def test_bias(positions):
+def by_position(case, positions):
+    return Records(case.records.data, case.records.books, case.records.runs, positions)
+
+
+def test_bias():
     case = Case(**CASES["grades"])
-    bias = biases(case, positions)
+    bias, shared, positions, same_as = biases(case)
     same(attend(case.query, case.records, 0.3, bias), case.expected(0.3, bias), 1e-4)
+    found = attend(case.query, by_position(case, positions), 0.3, shared)
+    same(found, case.expected(0.3, same_as), 1e-4)
 
 
 @needs_kernel
@@ -209,12 +208,13 @@ def test_kernel(name, scale):
 
 
 @needs_kernel
-@pytest.mark.parametrize("positions", [None, 500, 100_000])
-@pytest.mark.parametrize("name", ["grades", "long", "rows", "group 8"])
-def test_kernel_bias(name, positions):
+@pytest.mark.parametrize("name", ["grades", "long", "group 8", "rows"])
+def test_kernel_bias(name):
     case = Case(**CASES[name], device="cuda")
-    bias = biases(case, positions)
+    bias, shared, positions, same_as = biases(case, "cuda")
     same(attend(case.query, case.records, 0.1, bias), case.expected(0.1, bias), 2e-3)
+    found = attend(case.query, by_position(case, positions), 0.1, shared)
+    same(found, case.expected(0.1, same_as), 2e-3)
 
 
 @needs_kernel
@@ -231,15 +231,11 @@ def test_kernel_in_a_graph():
     same(found, case.expected(0.1), 2e-3)
 
 
-@pytest.mark.parametrize("positions", [None, 100])
-def test_every_record_is_someones(positions):
+def test_every_record_is_someones():
     """Work lists: each record of each head exactly once, with its format; places of partial results apart."""
     for name in ("grades", "partial", "mixed", "uneven"):
-        case = Case(**CASES[name])
-        if positions:
-            case.place(positions)
-        records = case.records
-        work = make_plan(records, 4, 132, 227 * 1024).work
+        records = Case(**CASES[name]).records
+        work = make_plan(records, 4, False, 132, 227 * 1024).work
         assert work is not None
         found = []
         for block, own in enumerate(work.tolist()):
@@ -251,7 +247,6 @@ def test_every_record_is_someones(positions):
                 found[-1] += (tokens if record == count - 1 else 64,)
         at, place, expected = 0, 0, []
         for head, own in enumerate(records.runs):
-            place = place if positions else 0
             for run in own:
                 widths = list(run.layout.key_widths) + [0] * 16
                 words = [sum(w << 4 * i for i, w in enumerate(widths[start : start + 8])) for start in (0, 8)]
@@ -270,8 +265,8 @@ def test_blocks_fill_the_gpu(heads, tokens):
     run = Run(RecordFormat((4,) * 8, 4), tokens)
     data = torch.empty(0, dtype=torch.uint8).expand(0)
     records = Records.__new__(Records)
-    records.data, records.dim, records.runs, records.positions = data, 128, [(run,)] * heads, None
-    plan = make_plan(records, 4, 132, 227 * 1024)
+    records.data, records.dim, records.runs = data, 128, [(run,)] * heads
+    plan = make_plan(records, 4, False, 132, 227 * 1024)
     assert 112 <= plan.blocks <= 132 and plan.work is None
     assert plan.warps * plan.stages * plan.slot_bytes <= 220 * 1024
     rounds = -(-run.records // (plan.common[2] * plan.warps))
@@ -281,7 +276,7 @@ def test_blocks_fill_the_gpu(heads, tokens):
 def test_fake():
     case = Case(**CASES["rows"])
     records = case.records
-    plan = make_plan(records, 4, 132, 227 * 1024)
+    plan = make_plan(records, 4, False, 132, 227 * 1024)
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
         query = mode.from_tensor(case.query)
         output, lse = torch.ops.kvfold.attend_records(
@@ -316,10 +311,10 @@ def test_bad_input():
         attend(case.query[:, :3], case.records, 1.0)
     with pytest.raises(ValueError, match="bias"):
         attend(case.query, case.records, 1.0, torch.zeros(3, 4, 64))
+    with pytest.raises(ValueError, match="positions"):
+        by_position(case, torch.zeros(63, dtype=torch.int32))
     with pytest.raises(ValueError, match="bytes"):
         Records(case.records.data[:-16], case.records.books, case.records.runs)
-    with pytest.raises(ValueError, match="positions"):
-        Records(case.records.data, case.records.books, case.records.runs, torch.zeros(5, dtype=torch.int32))
     with pytest.raises(ValueError, match="tiles"):
         other = replace(UNIFORM[0], key_widths=(1,) * 3)
         Records(case.records.data, case.records.books, [(Run(other, 700),)] * 6)

@@ -14,6 +14,7 @@ import torch
 
 import kvfold
 from kvfold.errors import KvfoldError
+from kvfold.kernels import around_records
 from kvfold.kernels.dense_decode import Exact
 from kvfold.kernels.records import problem
 from kvfold.kernels.reference import attend, merge
@@ -164,8 +165,16 @@ def check():
                 {name: x.to(DEVICE) for name, x in store.tensors().items()}, store.meta()
             )
             context = AttendContext(0.1, rotary=Turn())
-            tail, earlier = Exact(*inputs[1:], length), tuple(x.to(DEVICE) for x in before)
-            found = one._attend(inputs[0], context, tail, earlier)
+            found = around_records.attend(
+                inputs[0],
+                one._records,
+                one._basis,
+                0.1,
+                **one._around(context),
+                exact=one._exact_tokens,
+                tail=Exact(*inputs[1:], length),
+                before=tuple(x.to(DEVICE) for x in before),
+            )
             error = (found[0].cpu() - expected[0]).norm(dim=-1) / expected[0].norm(dim=-1)
             assert float(error.max()) < 2e-3, (case, crop, float(error.max()))
             assert torch.allclose(found[1].cpu().double(), expected[1].double(), atol=2e-3), (case, crop)

@@ -14,10 +14,11 @@ from transformers import DynamicCache
 from kvfold.bench.attention import release
 from kvfold.bench.fill import filled, states
 from kvfold.bench.reading import bandwidth
-from kvfold.bench.setup import Setup
+from kvfold.bench.setup import FULL, Setup
 from kvfold.bench.shapes import read_bytes
 from kvfold.bench.timing import replayed
-from kvfold.engine import stream
+from kvfold.engine import Engine, stream
+from kvfold.errors import KvfoldError
 from kvfold.hf import CACHE_KEYWORD, FoldedCache
 from kvfold.hf.support import text_config
 
@@ -35,27 +36,38 @@ def decode(setup: Setup, stock: bool = True) -> Iterator[dict[str, Any]]:
     dict
         For each context, batch and method: "ms" of a token as it is streamed, "step_ms" of the CUDA graph alone where there is
         one, else "reason"; "bytes" of the cache and "weight_bytes" that a token reads; "floor_ms" of both at the bandwidth
-        measured here and "share" of it that the step reaches; "speedup" over the full cache in the same engine. The label "stock"
+        measured here and "share" of it that the step reaches; "speedup" over the full cache in the same engine; or "problem", where the
+        full cache does not fit. The label "stock"
         is `model.generate` with a DynamicCache.
     """
     model = setup.model
     weights, speed = read_bytes(model), bandwidth(setup.device)
     for tokens, batch in setup.cases():
-        setup.check_room(tokens, batch)
         full = None
         for candidate in setup.everything:
+            if candidate is FULL:
+                try:
+                    setup.check_room(tokens, batch)
+                except KvfoldError as problem:
+                    yield {
+                        "label": candidate.label,
+                        "context": tokens,
+                        "batch": batch,
+                        "problem": str(problem),
+                    }
+                    continue
             cache = filled(setup, candidate.method, tokens, batch)
             size = cache.ledger().total
             row: dict[str, Any] = {"label": candidate.label, "context": tokens, "batch": batch, "bytes": size}
             row |= step_times(model, cache, tokens, batch)
             best = row["step_ms"] or row["ms"]
-            full = full or best
+            full = best if candidate is FULL else full
             floor = 1e3 * (weights + size) / speed
-            row |= {"weight_bytes": weights, "floor_ms": floor, "share": floor / best, "speedup": full / best}
-            yield row
+            row |= {"weight_bytes": weights, "floor_ms": floor, "share": floor / best}
+            yield row if full is None else row | {"speedup": full / best}
             del cache
             release(setup.device)
-        if stock:
+        if stock and full is not None:
             yield {"label": "stock", "context": tokens, "batch": batch, **_stock(setup, tokens, batch)}
             release(setup.device)
 
@@ -78,6 +90,7 @@ def step_times(model: Any, cache: FoldedCache, tokens: int, batch: int) -> dict[
         attention_mask=torch.ones_like(ids),  # whatever the token that pads
         do_sample=False,
         max_new_tokens=WARM + STEPS + REPLAYS + 4,  # a replay moves on too
+        engine=Engine(fuse=model.device.type == "cuda"),
     )
     read = [ids[:, -1], next(decoding), next(decoding)]
     last = next(decoding)  # with a graph, the first that it made

@@ -7,6 +7,8 @@ turns back and merges.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -14,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvfold.kernels import dense_decode, records
+from kvfold.kernels import dense_decode, ragged_decode, records
 from kvfold.kernels.dense_decode import Exact
-from kvfold.kernels.position_bias import FINE, position_logits, turns
+from kvfold.kernels.position_bias import FINE, Turns, position_logits, turns
+from kvfold.kernels.ragged_decode import Ragged
 from kvfold.kernels.records import Records
 from kvfold.kernels.reference import Part, merge
 from kvfold.kernels.reference import attend as attend_exact
@@ -27,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rotations:
-    """One matrix for each KV head.
+    """One matrix for each KV head: what turns a vector is matrix @ vector.
 
     Attributes
     ----------
@@ -57,10 +60,10 @@ class Basis:
         What outputs are multiplied with.
     order : (rows, kv_heads, dim) integers, optional
         The query's channel that comes first, second, ...
-    keys : Rotations, optional
-        Of queries in that order: matrix @ query.
-    values : Rotations, optional
-        Of values; outputs are turned back.
+    turn : Rotations, optional
+        Of queries in that order.
+    turn_back : Rotations, optional
+        Of outputs.
     key_mean : (rows, kv_heads, dim), optional
         Part of every key.
     value_mean : (rows, kv_heads, dim), optional
@@ -70,8 +73,8 @@ class Basis:
     scale: Tensor
     value_scale: Tensor
     order: Tensor | None = None
-    keys: Rotations | None = None
-    values: Rotations | None = None
+    turn: Rotations | None = None
+    turn_back: Rotations | None = None
     key_mean: Tensor | None = None
     value_mean: Tensor | None = None
 
@@ -108,7 +111,7 @@ def attend(
     scaling: float,
     turned: Turned | None = None,
     hidden: Tensor | None = None,
-    exact: Exact | None = None,
+    exact: Exact | Ragged | None = None,
     tail: Exact | None = None,
     before: Part | None = None,
     dtype: torch.dtype = torch.float32,
@@ -120,14 +123,14 @@ def attend(
     query : (rows, heads, queries, dim)
         Each row its own; at most 16 a KV head. One, if there is a tail.
     coded : Records
-        By their positions, if they have them, else in the order of tokens.
     basis : Basis
     scaling : float
     turned : Turned, optional
-    hidden : (rows, slots or tokens) bool, optional
-        Records' tokens that are not seen, by place or, if the records have positions, by those.
-    exact, tail : Exact, optional
-        Seen by every query.
+    hidden : (rows, tokens) bool, optional
+        Tokens that are not seen, by their positions if the records have those, else all of a head's in their order.
+    exact : Exact or Ragged, optional
+        Exact tokens, as many for each head or not.
+    tail : Exact, optional
     before : Part, optional
         Attention over yet other tokens.
     dtype : torch.dtype
@@ -141,6 +144,10 @@ def attend(
     group = heads * queries // coded.kv_heads
     kernels, up = _kernels(), max(16, _power(dim))
     query = query.reshape(rows, heads * queries, 1, dim).contiguous()
+    exact_part = None
+    if exact is not None or tail is not None:
+        with _aside(query.device):
+            exact_part = _exact_partials(query, exact, tail, scaling)
     turned_to = query.new_empty(rows, heads * queries, dim, dtype=torch.float32)
     factors, tables, shifted = query, None, (query, query)
     if turned is not None:
@@ -148,46 +155,43 @@ def attend(
         factors = torch.empty_like(turned_to)
         if any(turned.shifts):
             shifted = _shifted(turned, dim, query.device)
-    order, keys, values = basis.order, basis.keys, basis.values
+    order, turn, back = basis.order, basis.turn, basis.turn_back
     ways: dict[str, Any] = dict(GROUP=group, GROUP_UP=max(16, _power(group)), DIM=dim, DIM_UP=up)
     kernels.prepare[(-(-dim // CHANNELS), coded.kv_heads, rows)](
         query, turned_to, factors, query if order is None else order, basis.scale,
-        *((query, query) if keys is None else (keys.matrices, keys.which)),
+        *((query, query) if turn is None else (turn.matrices, turn.which)),
         *((query,) * 3 if turned is None or tables is None else (turned.vector, tables.partner, tables.first)),
         *shifted, scaling, 1.0 if tables is None else tables.scale,
-        ORDER=order is not None, ROTATED=keys is not None, TURNED=turned is not None,
+        ORDER=order is not None, ROTATED=turn is not None, TURNED=turned is not None,
         SHIFTED=shifted[0] is not query, BLOCK=CHANNELS, num_warps=4, **ways,
     )  # fmt: skip
     bias = None
+    slots = max(coded.slots) if coded.positions is None else 0 if turned is None else turned.tokens
     if tables is not None:
-        slots = _width(coded, turned)
-        bias = turned_to.new_empty(rows, heads * queries, slots)
+        bias = turned_to.new_empty(rows, coded.kv_heads, slots, group)
         coarse = max(1, 64 // group)
         kernels.position_bias[(-(-slots // (FINE * coarse)), coded.kv_heads * rows)](
-            factors, tables.partner, tables.coarse_cos, tables.coarse_sin, tables.fine, bias,
-            len(tables.coarse_cos), slots, tables.fine.shape[1],
-            GROUP=group, DIM=dim, DIM_UP=up, COARSE=coarse, M=max(16, _power(coarse * group)), FINE=FINE, num_warps=4,
+            factors, tables.partner, tables.coarse_cos, tables.coarse_sin, _halves(turned, tables), bias,
+            len(tables.coarse_cos), slots,
+            GROUP=group, DIM=dim, COARSE=coarse, M=max(16, _power(coarse * group)), FINE=FINE, BLOCK=32, num_warps=8,
         )  # fmt: skip
     if hidden is not None:
         if bias is None:
-            bias = turned_to.new_zeros(rows, heads * queries, hidden.shape[1])
-        bias.masked_fill_(hidden[:, None], -torch.inf)
-    mixed, sums = records.attend(turned_to, coded, 1.0, bias)
-    if exact is not None and exact.keys.dtype != query.dtype:
-        exact = replace(exact, keys=exact.keys.to(query.dtype), values=exact.values.to(query.dtype))
-    partial, partial_lse = mixed, sums
-    if exact is not None or tail is not None:
-        partial, partial_lse = dense_decode.partials(query, exact, tail, scaling)
+            bias = turned_to.new_zeros(rows, coded.kv_heads, max(slots, hidden.shape[1]), group)
+        bias[:, :, : hidden.shape[1]].masked_fill_(hidden[:, None, :, None], -torch.inf)
+    mixed, sums = records.attend(turned_to, coded, 1.0, _placed(bias, coded))
+    partial, partial_lse = (mixed, sums) if exact_part is None else exact_part
+    _joined(query.device)
     output = query.new_empty(rows, heads, queries, dim, dtype=dtype)
     lse = sums.new_empty(rows, heads, queries)
     earlier = (mixed, sums) if before is None else tuple(part.contiguous() for part in before)
     key_mean, value_mean = basis.key_mean, basis.value_mean
     kernels.finish[(-(-dim // CHANNELS), coded.kv_heads, rows)](
         mixed, sums, partial, partial_lse, *earlier, query, output, lse, basis.value_scale,
-        *((query, query) if values is None else (values.matrices, values.which)),
+        *((query, query) if back is None else (back.matrices, back.which)),
         query if key_mean is None else key_mean, query if value_mean is None else value_mean,
-        0 if partial is mixed else partial.shape[2], scaling,
-        ROTATED=values is not None, KEY_MEAN=key_mean is not None, VALUE_MEAN=value_mean is not None,
+        0 if exact_part is None else partial.shape[2], scaling,
+        ROTATED=back is not None, KEY_MEAN=key_mean is not None, VALUE_MEAN=value_mean is not None,
         BEFORE=before is not None, BLOCK=CHANNELS, num_warps=4, **ways,
     )  # fmt: skip
     return output, lse
@@ -210,23 +214,27 @@ def attend_plain(
     seen = q
     if basis.order is not None:
         seen = q.gather(-1, basis.order.long()[:, :, None].expand_as(q))
-    if basis.keys is not None:
-        seen = seen @ basis.keys.by_head.transpose(1, 2)
+    if basis.turn is not None:
+        seen = seen @ basis.turn.by_head.transpose(1, 2)
     bias = None
     if turned is not None or hidden is not None:
-        width = max(coded.slots) if hidden is None else hidden.shape[1]
-        bias = q.new_zeros(*q.shape[:3], width if turned is None else _width(coded, turned))
+        slots = max(
+            max(coded.slots) if coded.positions is None else 0,
+            0 if turned is None else turned.tokens,
+            0 if hidden is None else hidden.shape[1],
+        )
+        bias = q.new_zeros(*q.shape[:2], slots, q.shape[2])
     if turned is not None and bias is not None:
         for own, one, vector, shift in zip(bias, q, turned.vector.float(), turned.shifts, strict=True):
             logits = position_logits(one * scaling, vector, turned.rotary, turned.tokens, shift)
-            own[..., : turned.tokens] = logits
+            own[:, : turned.tokens] = logits.transpose(1, 2)
     if hidden is not None and bias is not None:
-        bias.masked_fill_(hidden[:, None, None], -torch.inf)
+        bias[:, :, : hidden.shape[1]].masked_fill_(hidden[:, None, :, None], -torch.inf)
     seen = (seen * basis.scale[:, :, None]).flatten(1, 2)
-    output, lse = records.attend_plain(seen, coded, scaling, None if bias is None else bias.flatten(1, 2))
+    output, lse = records.attend_plain(seen, coded, scaling, _placed(bias, coded))
     output = output.view(q.shape) * basis.value_scale[..., None, None]
-    if basis.values is not None:
-        output = output @ basis.values.by_head
+    if basis.turn_back is not None:
+        output = output @ basis.turn_back.by_head.transpose(1, 2)
     if basis.value_mean is not None:
         output = output + basis.value_mean[:, :, None].float()
     lse = lse.view(q.shape[:3])
@@ -243,14 +251,61 @@ def attend_plain(
     return merge([*parts, *([] if before is None else [before])])
 
 
-CHANNELS = 64
+def _exact_partials(query: Tensor, exact: Exact | Ragged | None, tail: Exact | None, scaling: float) -> Part:
+    """Attention over exact tokens: outputs (rows, heads, splits, dim) and log-sum-exp (rows, heads, splits)."""
+    if exact is not None and exact.keys.dtype != query.dtype:
+        exact = replace(exact, keys=exact.keys.to(query.dtype), values=exact.values.to(query.dtype))
+    if isinstance(exact, Ragged):
+        return ragged_decode.attend(query, exact, tail, scaling)
+    return dense_decode.partials(query, exact, tail, scaling)
+
+
+@contextmanager
+def _aside(device: torch.device) -> Iterator[None]:
+    """On a GPU, launch beside what the stream does next, until `_joined`.
+
+    What is allocated there is reused there only, and each time after the stream's own work so far.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    stream = _side(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+
+
+def _joined(device: torch.device) -> None:
+    """Wait, on the device, for what was launched aside."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).wait_stream(_side(device))
+
+
+@cache
+def _side(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _placed(bias: Tensor | None, coded: Records) -> Tensor | None:
+    """A bias (rows, kv_heads, tokens, group) as `records.attend` takes it."""
+    return bias if bias is None or coded.positions is not None else bias.flatten(0, 2)
+
+
+CHANNELS = 16
 """Channels of an output that one program makes."""
 
 
-def _width(coded: Records, turned: Turned | None) -> int:
-    """Places of a bias, or positions."""
+def _halves(turned: Turned | None, tables: Turns) -> Tensor:
+    """The table of fine turns as the sum of two of 16 bits, (2, FINE, dim)."""
     assert turned is not None
-    return max(coded.slots) if coded.positions is None else turned.tokens
+
+    def make() -> Tensor:
+        whole = tables.fine[:, : len(tables.partner)]
+        rough = whole.half()
+        return torch.stack([rough, (whole - rough.float()).half()])
+
+    found: Tensor = turned.rotary.shared(("fine halves", len(tables.partner), tables.fine.device), make)
+    return found
 
 
 def _shifted(turned: Turned, dim: int, device: torch.device) -> tuple[Tensor, Tensor]:

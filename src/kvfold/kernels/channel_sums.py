@@ -77,7 +77,9 @@ def channel_sums(
     return total, squares
 
 
-def less(x: Tensor, span: slice | Tensor, constant: Tensor | None, rotary: Rotary | None, shift: int) -> Tensor:
+def less(
+    x: Tensor, span: slice | Tensor, constant: Tensor | None, rotary: Rotary | None, shift: int
+) -> Tensor:
     """Some tokens of x less the constant (see `channel_sums`), float32."""
     part = x[:, span].float()
     if constant is None:

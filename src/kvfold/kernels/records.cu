@@ -7,7 +7,8 @@
 //  * Every warp has a ring of records in shared memory, filled by bulk copies; no barrier of the block in the loop. Records are dealt out in turn.
 //  * The reference of the softmax moves only when a warp's sum of weights passes 10^24, far below what a float holds.
 //  * One launch: the last block of a (row, KV head) merges what the others found.
-// Compiled for one HEAD_DIM, SETS of four query heads, WARPS a block and a BIAS: 0 none, 1 by place, 2 by the position of a place.
+//  * Logit biases lie in the order of the records and are copied with them, or are looked up by each token's position.
+// Compiled for one HEAD_DIM, SETS of four query heads, WARPS a block, and no BIAS (0), one beside the records (1) or by position (2).
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #include <stdint.h>
@@ -26,7 +27,7 @@ struct __align__(16) Work {    // of one block: records of one format; mirrored 
   int run_index, run_blocks, records, tokens;   // likewise within the run of records; tokens of the last record
   int begin, units;                             // where the run begins, and a record's size, in units of 16 bytes
   uint32_t widths[2];                           // of the tiles of keys, four bits each
-  int value_width, flags, bias_first, first;     // bias_first: the run's first place in the bias, or in positions; first: its first token that is seen
+  int value_width, flags, place, first;         // place: the run's first token among those of all heads; first: its first that is seen
 };
 
 struct Problem {
@@ -34,8 +35,8 @@ struct Problem {
   const uint8_t* records;
   const uint8_t* books;   // (row heads, TILES + 1, BOOK)
   const Work* work;       // (blocks,) or null: all row heads have the same runs
-  const float* bias;      // (row heads, group, bias_stride)
-  const int* positions;   // (places of all row heads,): where a token's bias is, for BIAS 2
+  const float* bias;      // BIAS 1: (places, group); 2: (row heads, bias_stride, group)
+  const int* positions;   // BIAS 2: (places,), an index of the bias
   float* partial;         // (slots, group, HEAD_DIM)
   float2* partial_sums;   // (slots, group): reference, sum
   int* arrived;           // (row heads,), zero between launches
@@ -248,7 +249,7 @@ __global__ void __launch_bounds__(THREADS) attend(const Problem p) {
     w.index = w.run_index = blockIdx.x - w.head * w.splits;
     w.first_slot = w.head * w.splits;
     w.begin = w.head * w.records * w.units;
-    if (BIAS == 2) w.bias_first = w.head * w.records * TOKENS;
+    w.place = w.head * w.records * TOKENS;
   }
   const int start = warp * w.run_blocks + w.run_index, step = WARPS * w.run_blocks;
   const int count = start < w.records ? (w.records - start + step - 1) / step : 0;
@@ -257,9 +258,10 @@ __global__ void __launch_bounds__(THREADS) attend(const Problem p) {
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   const uint8_t* source = p.records + ((size_t)(uint32_t)w.begin + (size_t)start * w.units) * 16;
-  const uint32_t record_bytes = w.units * 16;
+  const uint32_t record_bytes = w.units * 16, bias_bytes = BIAS == 1 ? TOKENS * 4 * p.group : 0;
   auto fetch = [&](int i, int stage) {
-    barrier_expect(barriers + 8 * stage, record_bytes);
+    barrier_expect(barriers + 8 * stage, record_bytes + bias_bytes);
+    if (BIAS == 1) bulk_copy(ring_at + stage * p.slot_bytes + record_bytes, p.bias + ((size_t)w.place + (size_t)(start + i * step) * TOKENS) * p.group, bias_bytes, barriers + 8 * stage, policy);
     bulk_copy(ring_at + stage * p.slot_bytes, source + (size_t)i * step * record_bytes, record_bytes, barriers + 8 * stage, policy);
   };
 
@@ -342,25 +344,23 @@ __global__ void __launch_bounds__(THREADS) attend(const Problem p) {
   const int end = (w.records - 1) * TOKENS + w.tokens;
   int stage = 0;
   uint32_t phase = 0;
-#if BIAS
+#if BIAS == 2
   float bias[SETS][4][2];
-  int places[8];   // of a record's tokens in the bias: known a record ahead of it
-  auto look_up = [&](int i) {
-    const int first = w.bias_first + (start + i * step) * TOKENS + g;
+  int place[8];
+  auto places = [&](int i) {
 #pragma unroll
-    for (int k = 0; k < 8; k++) places[k] = BIAS == 2 ? __ldg(p.positions + first + k * 8) : first + k * 8;
+    for (int k = 0; k < 8; k++) place[k] = __ldg(p.positions + w.place + (start + i * step) * TOKENS + 8 * k + g);
   };
-  auto biases = [&] {
+  auto biases = [&]() {
 #pragma unroll
     for (int s = 0; s < SETS; s++) {
-      const int h = min(s * 4 + t, p.group - 1);
-      const float* from = p.bias + ((size_t)w.head * p.group + h) * p.bias_stride;
+      const float* from = p.bias + (size_t)w.head * p.bias_stride * p.group + min(s * 4 + t, p.group - 1);
 #pragma unroll
-      for (int k = 0; k < 8; k++) bias[s][k / 2][k % 2] = __ldg(from + places[k]);
+      for (int k = 0; k < 8; k++) bias[s][k / 2][k % 2] = __ldg(from + (size_t)place[k] * p.group);
     }
   };
-  if (count) { look_up(0); biases(); }
-  if (BIAS == 2 && count > 1) look_up(1);
+  if (count) { places(0); biases(); }
+  if (count > 1) places(1);
 #endif
   for (int i = 0; i < count; i++) {
     barrier_wait(barriers + 8 * stage, phase);
@@ -424,16 +424,21 @@ __global__ void __launch_bounds__(THREADS) attend(const Problem p) {
 #undef TILES_OF
       finish(TILES - 1);
     }
-#if BIAS
+#if BIAS == 1
+#pragma unroll
+    for (int s = 0; s < SETS; s++)
+#pragma unroll
+      for (int k = 0; k < 8; k++) {
+        const float own = __uint_as_float(shared32(base + record_bytes + ((8 * k + g) * p.group + min(s * 4 + t, p.group - 1)) * 4));
+        v[s][k / 2][k % 2] = fmaf(own, 1.4426950408889634f, v[s][k / 2][k % 2]);
+      }
+#elif BIAS == 2
 #pragma unroll
     for (int s = 0; s < SETS; s++)
 #pragma unroll
       for (int k = 0; k < 8; k++) v[s][k / 2][k % 2] = fmaf(bias[s][k / 2][k % 2], 1.4426950408889634f, v[s][k / 2][k % 2]);
-    if (i + 1 < count) {
-      if (BIAS == 1) look_up(i + 1);
-      biases();
-      if (BIAS == 2 && i + 2 < count) look_up(i + 2);
-    }
+    if (i + 1 < count) biases();
+    if (i + 2 < count) places(i + 2);
 #endif
     const int from = w.first - (start + i * step) * TOKENS, to = end - (start + i * step) * TOKENS;
     if (from > 0 || to < TOKENS) {

@@ -121,8 +121,8 @@ class Records:
         Of each tile of keys, then of values.
     runs : sequence over rows and KV heads of tuples of Run
         Every format with the same number of tiles, and as many norms as the books tell groups, or none.
-    positions : (slots of all,) int32, optional
-        Where each token's bias is, in the order of `data`, whole records; some number of a bias where a record has no token.
+    positions : (places,) int32, optional
+        Of the tokens, in the order of `data`, whole records: where each one's bias is. Any number where a record has no token.
 
     Raises
     ------
@@ -134,7 +134,7 @@ class Records:
         self, data: Tensor, books: Tensor, runs: Sequence[tuple[Run, ...]], positions: Tensor | None = None
     ):
         self.data, self.books, self.runs, self.positions = data, books, list(runs), positions
-        self._plans: dict[int, Plan] = {}
+        self._plans: dict[tuple[int, bool], Plan] = {}
         self.rows, self.kv_heads, tiles = books.shape[0], books.shape[1], books.shape[2] - 1
         self.dim = 16 * tiles
         if len(self.runs) != self.rows * self.kv_heads or books.shape[3] != BOOK:
@@ -152,14 +152,14 @@ class Records:
 
     @cached_property
     def slots(self) -> list[int]:
-        """Places of each row and head: those of whole records."""
+        """Places for tokens, of each row and head: those of whole records."""
         return [TOKENS * sum(run.records for run in own) for own in self.runs]
 
-    def plan(self, group: int) -> Plan:
+    def plan(self, group: int, beside: bool = False) -> Plan:
         """How blocks share the records for so many query heads a KV head; made on the first attention."""
-        if group not in self._plans:
-            self._plans[group] = make_plan(self, group)
-        return self._plans[group]
+        if (group, beside) not in self._plans:
+            self._plans[group, beside] = make_plan(self, group, beside)
+        return self._plans[group, beside]
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ class Plan:
         What each block reads: (row, head), index among the blocks of those, their number, the first one's place among partial
         results; the same two for its run of records, their number, tokens of the last one; where the run begins and a record's
         size, in units of 16 bytes, widths of the tiles of keys in 4 bits each (two numbers); width of values, flags, the run's
-        first place in a bias or in the positions, its first token that is seen.
+        first place among those of all heads, its first token that is seen.
     arrived : (rows * kv_heads,) int32
         Zeros; counts blocks while a kernel runs. One stream at a time.
     """
@@ -201,7 +201,11 @@ class Plan:
 
 
 def make_plan(
-    records: Records, group: int, multiprocessors: int | None = None, shared_bytes: int | None = None
+    records: Records,
+    group: int,
+    beside: bool = False,
+    multiprocessors: int | None = None,
+    shared_bytes: int | None = None,
 ) -> Plan:
     """Share records among blocks so that all are read soonest.
 
@@ -210,6 +214,8 @@ def make_plan(
     records : Records
     group : int
         Query heads of a KV head.
+    beside : bool
+        Whether biases are copied with the records.
     multiprocessors, shared_bytes : int, optional
         By default those of the records' device.
     """
@@ -220,6 +226,7 @@ def make_plan(
         shared_bytes = getattr(properties, "shared_memory_per_block_optin", 227 * 1024)
     sets, tiles = _sets(group), records.dim // 16
     largest = max((run.layout.nbytes for own in records.runs for run in own), default=16)
+    largest += beside * TOKENS * 4 * group
     slot = -(-largest // 128) * 128
     state = sets * 4 * (records.dim + 8) * 4  # what a warp leaves in its room at the end
     counts = [[run.records for run in own] or [0] for own in records.runs]
@@ -238,7 +245,7 @@ def make_plan(
     begin = place = 0
     for head, own in enumerate(records.runs):
         shares = [max(1, -(-run.records // (rounds * warps))) for run in own] or [1]
-        first, place = len(work), 0 if records.positions is None else place
+        first = len(work)
         for run, blocks in zip(own or [None], shares, strict=True):
             whole = (0, 1, begin, 1, 0, 0, 1, 0, 0, 0) if run is None else _described(run, begin, place)
             number, tokens, *rest = whole
@@ -305,7 +312,12 @@ def _signed(x: int) -> int:
 # ---- plain torch ----
 
 
-def attend_plain(query: Tensor, records: Records, scaling: float, bias: Tensor | None = None) -> Part:
+def attend_plain(
+    query: Tensor,
+    records: Records,
+    scaling: float,
+    bias: Tensor | None = None,
+) -> Part:
     """As `attend`, by plain torch on any device, in the query's precision.
 
     Parameters
@@ -313,19 +325,18 @@ def attend_plain(query: Tensor, records: Records, scaling: float, bias: Tensor |
     query : (rows, heads, dim) float32 or float64
     records : Records
     scaling : float
-    bias : (rows, heads, slots or positions) float32, optional
+    bias : optional
     """
     rows, heads, dim = query.shape
-    places = [] if records.positions is None else records.positions.split(records.slots)
     group = heads // records.kv_heads
     grouped = query.view(rows * records.kv_heads, group, dim)
-    outputs, lses, begin = [], [], 0
+    outputs, lses, begin, slot, where = [], [], 0, 0, records.positions
     slots: list[int]
     hidden: list[bool]
     for index, (own, q) in enumerate(zip(records.runs, grouped, strict=True)):
         row, head = divmod(index, records.kv_heads)
         books = records.books[row, head]
-        keys, values, slots, hidden, slot = [q[:0]], [q[:0]], [], [], 0
+        keys, values, slots, hidden = [q[:0]], [q[:0]], [], []
         for run in own:
             part = records.data[begin : begin + run.nbytes].view(run.records, -1)
             one, other = _decoded(part, run, books, q.dtype)
@@ -336,8 +347,7 @@ def attend_plain(query: Tensor, records: Records, scaling: float, bias: Tensor |
             begin, slot = begin + run.nbytes, slot + run.records * TOKENS
         logits = q @ torch.cat(keys).t() * scaling
         if bias is not None:
-            where = places[index][slots].long() if places else slots
-            logits += bias[row, head * group : (head + 1) * group, where]
+            logits += (bias[slots] if where is None else bias[row, head, where[slots].long()]).t()
         logits = logits.masked_fill(torch.tensor(hidden, dtype=torch.bool, device=logits.device), -torch.inf)
         output, lse = softmax_part(logits, torch.cat(values))
         outputs.append(output)
@@ -400,7 +410,12 @@ def _no_compiler() -> str | None:
     return None
 
 
-def attend(query: Tensor, records: Records, scaling: float, bias: Tensor | None = None) -> Part:
+def attend(
+    query: Tensor,
+    records: Records,
+    scaling: float,
+    bias: Tensor | None = None,
+) -> Part:
     """Attention of one query a head over records, by the kernel where it can be used, else by plain torch.
 
     Parameters
@@ -409,9 +424,9 @@ def attend(query: Tensor, records: Records, scaling: float, bias: Tensor | None 
         In the basis of the codes, scales of channels multiplied in.
     records : Records
     scaling : float
-    bias : (rows, heads, slots) float32, optional
-        Added to logits; a token's place is 64 times its record's index within the head plus its index there, or what the
-        records' positions say of that place: then (rows, heads, any number above them). -inf hides it.
+    bias : (places, group) float32, optional
+        Added to logits of a KV head's queries; a token's place is 64 times its record's index among those of all heads plus its
+        index there. -inf hides it. Of records with positions (rows, kv_heads, n, group): every token has what is at its position.
 
     Returns
     -------
@@ -428,12 +443,15 @@ def attend(query: Tensor, records: Records, scaling: float, bias: Tensor | None 
         raise ValueError(
             f"query {tuple(query.shape)} does not fit {records.rows} rows of {records.kv_heads} KV heads of {records.dim}"
         )
-    least = max(records.slots) if records.positions is None else 0
-    if bias is not None and (bias.shape[:2] != (rows, heads) or bias.shape[2] < least):
-        raise ValueError(f"bias {tuple(bias.shape)} must be ({rows}, {heads}, at least {least})")
-    if problem(query.device, dim, heads // records.kv_heads) is not None:
+    group, places = heads // records.kv_heads, sum(records.slots)
+    expected = (places, group) if records.positions is None else (rows, records.kv_heads, -1, group)
+    if bias is not None and (
+        bias.dim() != len(expected) or any(a not in (b, -1) for a, b in zip(expected, bias.shape))
+    ):
+        raise ValueError(f"bias {tuple(bias.shape)} must be {expected}, -1 for any number")
+    if problem(query.device, dim, group) is not None:
         return attend_plain(query, records, scaling, bias)
-    plan = records.plan(heads // records.kv_heads)
+    plan = records.plan(group, bias is not None and records.positions is None)
     output, lse = torch.ops.kvfold.attend_records(
         query.contiguous(),
         records.data,
@@ -464,8 +482,7 @@ def _attend_records(
     rows, heads, dim = query.shape
     row_heads = books.shape[0] * books.shape[1]
     group = rows * heads // row_heads
-    kind = 0 if bias is None else 1 if positions is None else 2
-    library = _library(dim, _sets(group), warps, kind)
+    library = _library(dim, _sets(group), warps, 0 if bias is None else 1 if positions is None else 2)
     output, lse = torch.empty_like(query), query.new_empty(rows, heads)
     partial = query.new_empty(blocks * group * (dim + 2))
     sums = partial[blocks * group * dim :]
@@ -473,11 +490,11 @@ def _attend_records(
     def at(x: Tensor | None) -> int | None:
         return None if x is None else x.data_ptr()
 
-    stride = 0 if bias is None else bias.shape[2]
+    stride = 0 if bias is None or positions is None else bias.shape[2]
     given = _Problem(
         *(at(x) for x in (query, data, books, work, bias, positions, partial, sums, arrived, output, lse)),
         *(group, slot_bytes, stages, stride, scaling / math.log(2)),
-        (ctypes.c_int32 * 3)(),
+        0,
         (ctypes.c_int32 * 16)(*common),
     )
     with torch.cuda.device(query.device):
@@ -514,23 +531,28 @@ class _Problem(ctypes.Structure):
     ]
 
 
-@cache
-def _library(dim: int, sets: int, warps: int, bias: int) -> ctypes.CDLL:
-    """The kernel for one shape and kind of bias (records.cu), from torch's folder of extensions or built there."""
+def built(source: str, macros: Mapping[str, int]) -> ctypes.CDLL:
+    """A library of this folder's CUDA source compiled with the macros, from torch's folder of extensions or built there."""
     from torch.utils import cpp_extension
 
-    name = f"kvfold_records_{dim}_{sets}_{warps}_{bias}"
+    name = "_".join(["kvfold", source.removesuffix(".cu"), *map(str, macros.values())])
     folder = Path(cpp_extension.get_default_build_root()) / name
     folder.mkdir(parents=True, exist_ok=True)
-    macros = [f"-DHEAD_DIM={dim}", f"-DSETS={sets}", f"-DWARPS={warps}", f"-DBIAS={bias}"]
     cpp_extension.load(
         name,
-        [str(Path(__file__).with_name("records.cu"))],
-        extra_cuda_cflags=["-O3", *macros],
+        [str(Path(__file__).with_name(source))],
+        extra_cuda_cflags=["-O3", *(f"-D{macro}={value}" for macro, value in macros.items())],
         build_directory=str(folder),
         is_python_module=False,
     )
-    library = ctypes.CDLL(str(folder / f"{name}.so"))
+    return ctypes.CDLL(str(folder / f"{name}.so"))
+
+
+@cache
+def _library(dim: int, sets: int, warps: int, bias: int) -> ctypes.CDLL:
+    """The kernel for one shape."""
+    macros = {"HEAD_DIM": dim, "SETS": sets, "WARPS": warps, "BIAS": bias}
+    library = built("records.cu", macros)
     library.kvfold_records.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
     library.kvfold_records_error.restype = ctypes.c_char_p
     return library

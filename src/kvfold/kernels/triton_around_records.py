@@ -9,18 +9,6 @@ import triton.language as tl
 
 
 @triton.jit
-def _rotated(x, matrices, which, channels, chosen, BACK: tl.constexpr, DIM: tl.constexpr):
-    """x (n, DIM_UP) by one head's matrix, or its transpose: the chosen channels of the result."""
-    matrix = matrices + tl.load(which).to(tl.int64) * DIM * DIM
-    if BACK:
-        place = channels[:, None] * DIM + chosen[None, :]
-    else:
-        place = channels[:, None] + chosen[None, :] * DIM
-    inside = (channels < DIM)[:, None] & (chosen < DIM)[None, :]
-    return tl.dot(x, tl.load(matrix + place, mask=inside, other=0.0), input_precision="tf32x3")
-
-
-@triton.jit
 def prepare(
     query, coded, factors, order, scale, matrices, which, vector, partner, first, shift_cos, shift_sin, scaling, turn_scale,
     ORDER: tl.constexpr, ROTATED: tl.constexpr, TURNED: tl.constexpr, SHIFTED: tl.constexpr, BLOCK: tl.constexpr,
@@ -29,26 +17,31 @@ def prepare(
     """Queries of one KV head in the basis of its codes, and their factors for the turned vector (see `position_bias`)."""
     head, row = tl.program_id(1), tl.program_id(2)
     own = row * tl.num_programs(1) + head
-    chosen = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    queries, channels = tl.arange(0, GROUP_UP), tl.arange(0, DIM_UP)
+    chosen, channels = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, DIM_UP)
     inside = chosen < DIM
+    factor = tl.load(scale + own * DIM + chosen, mask=inside, other=0.0) * scaling
+    place = channels if ROTATED else chosen
+    there = place < DIM
+    if ORDER:
+        place = tl.load(order + own * DIM + place, mask=there, other=0).to(tl.int32)
+    if ROTATED:
+        matrix = (
+            matrices
+            + tl.load(which + head).to(tl.int64) * DIM * DIM
+            + chosen[:, None] * DIM
+            + channels[None, :]
+        )
+        matrix = tl.load(matrix, mask=inside[:, None] & there[None, :], other=0.0)
+    for index in tl.static_range(GROUP):
+        line = (own * GROUP + index) * DIM
+        x = tl.load(query + line + place, mask=there, other=0.0).to(tl.float32)
+        if ROTATED:
+            x = tl.sum(matrix * x[None, :], 1)
+        tl.store(coded + line + chosen, x * factor, mask=inside)
+    queries = tl.arange(0, GROUP_UP)
     lines = query + (own * GROUP + queries)[:, None] * DIM
     target = (own * GROUP + queries)[:, None] * DIM + chosen[None, :]
     some = (queries < GROUP)[:, None] & inside[None, :]
-    if ROTATED:
-        all_of = (queries < GROUP)[:, None] & (channels < DIM)[None, :]
-        place = channels
-        if ORDER:
-            place = tl.load(order + own * DIM + channels, mask=channels < DIM, other=0).to(tl.int32)
-        x = tl.load(lines + place[None, :], mask=all_of, other=0.0).to(tl.float32)
-        turned = _rotated(x, matrices, which + head, channels, chosen, False, DIM)
-    else:
-        place = chosen
-        if ORDER:
-            place = tl.load(order + own * DIM + chosen, mask=inside, other=0).to(tl.int32)
-        turned = tl.load(lines + place[None, :], mask=some, other=0.0).to(tl.float32)
-    factor = tl.load(scale + own * DIM + chosen, mask=inside, other=0.0) * scaling
-    tl.store(coded + target, turned * factor[None, :], mask=some)
     if TURNED:
         pair = tl.load(partner + chosen, mask=inside, other=0)
         leads = tl.load(first + chosen, mask=inside, other=0) != 0
@@ -70,38 +63,41 @@ def prepare(
 
 @triton.jit
 def position_bias(
-    factors, partner, coarse_cos, coarse_sin, fine, bias, coarse, slots, stride,
-    GROUP: tl.constexpr, DIM: tl.constexpr, DIM_UP: tl.constexpr, COARSE: tl.constexpr, M: tl.constexpr,
-    FINE: tl.constexpr,
+    factors, partner, coarse_cos, coarse_sin, fine, bias, coarse, slots,
+    GROUP: tl.constexpr, DIM: tl.constexpr, COARSE: tl.constexpr, M: tl.constexpr, FINE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Logits of the turned vector at the positions of some coarse turns: `position_bias.position_logits`.
 
     Both sides of the product are sums of two numbers of 16 bits; the product of the small ones is left out.
     """
     own = tl.program_id(1)
-    line, channels, near = tl.arange(0, M), tl.arange(0, DIM_UP), tl.arange(0, FINE)
+    line, near = tl.arange(0, M), tl.arange(0, FINE)
     turn, head = tl.program_id(0) * COARSE + line // GROUP, line % GROUP
-    inside = channels < DIM
-    pair = tl.load(partner + channels, mask=inside, other=0)
-    base = factors + (own * GROUP + head)[:, None] * DIM
-    x = tl.load(base + channels[None, :], mask=inside[None, :], other=0.0)
-    x_pair = tl.load(base + pair[None, :], mask=inside[None, :], other=0.0)
-    there = (turn < coarse)[:, None] & inside[None, :]
-    place = turn[:, None] * DIM + channels[None, :]
-    cos, sin = (
-        tl.load(coarse_cos + place, mask=there, other=0.0),
-        tl.load(coarse_sin + place, mask=there, other=0.0),
-    )
-    back = x * cos - x_pair * sin
-    high = back.to(tl.float16)
-    low = (back - high.to(tl.float32)).to(tl.float16)
-    table = tl.load(fine + near[None, :] * stride + channels[:, None], mask=inside[:, None], other=0.0)
-    rough = table.to(tl.float16)
-    rest = (table - rough.to(tl.float32)).to(tl.float16)
-    logits = tl.dot(high, rest, tl.dot(low, rough, tl.dot(high, rough)))
-    slot = turn[:, None] * FINE + near[None, :]
-    real = (line < COARSE * GROUP)[:, None] & (slot < slots)
-    tl.store(bias + (own * GROUP + head).to(tl.int64)[:, None] * slots + slot, logits, mask=real)
+    base = factors + (own * GROUP + head)[None, :] * DIM
+    logits = tl.zeros([FINE, M], tl.float32)
+    for start in tl.static_range(0, DIM, BLOCK):
+        channels = start + tl.arange(0, BLOCK)
+        inside = channels < DIM
+        pair = tl.load(partner + channels, mask=inside, other=0)
+        x = tl.load(base + channels[:, None], mask=inside[:, None], other=0.0)
+        x_pair = tl.load(base + pair[:, None], mask=inside[:, None], other=0.0)
+        there = (turn < coarse)[None, :] & inside[:, None]
+        place = turn[None, :] * DIM + channels[:, None]
+        cos, sin = (
+            tl.load(coarse_cos + place, mask=there, other=0.0),
+            tl.load(coarse_sin + place, mask=there, other=0.0),
+        )
+        back = x * cos - x_pair * sin
+        high = back.to(tl.float16)
+        low = (back - high.to(tl.float32)).to(tl.float16)
+        from_ = fine + near[:, None] * DIM + channels[None, :]
+        rough = tl.load(from_, mask=inside[None, :], other=0.0)
+        rest = tl.load(from_ + FINE * DIM, mask=inside[None, :], other=0.0)
+        logits = tl.dot(rest, high, tl.dot(rough, low, tl.dot(rough, high, logits)))
+    slot = turn[None, :] * FINE + near[:, None]
+    real = (line < COARSE * GROUP)[None, :] & (slot < slots)
+    tl.store(bias + (own.to(tl.int64) * slots + slot) * GROUP + head[None, :], logits, mask=real)
 
 
 @triton.jit
@@ -121,8 +117,17 @@ def finish(
     all_of = known[:, None] & (channels < DIM)[None, :]
     place = line[:, None] * DIM + chosen[None, :]
     if ROTATED:
-        x = tl.load(mixed + line[:, None] * DIM + channels[None, :], mask=all_of, other=0.0)
-        state = _rotated(x, matrices, which + head, channels, chosen, True, DIM)
+        matrix = (
+            matrices
+            + tl.load(which + head).to(tl.int64) * DIM * DIM
+            + chosen[:, None] * DIM
+            + channels[None, :]
+        )
+        matrix = tl.load(matrix, mask=(chosen < DIM)[:, None] & (channels < DIM)[None, :], other=0.0)
+        state = tl.zeros([GROUP_UP, BLOCK], tl.float32)
+        for index in tl.static_range(GROUP):
+            x = tl.load(mixed + (own * GROUP + index) * DIM + channels, mask=channels < DIM, other=0.0)
+            state += tl.where((queries == index)[:, None], tl.sum(matrix * x[None, :], 1)[None, :], 0.0)
     else:
         state = tl.load(mixed + place, mask=some, other=0.0)
     state = state * tl.load(value_scale + own)
@@ -141,7 +146,9 @@ def finish(
     for split in range(splits):
         there = (line * splits + split).to(tl.int64)
         own_lse = tl.load(partial_lse + there, mask=known, other=float("-inf"))
-        own_state = tl.load(partial + there[:, None] * DIM + chosen[None, :], mask=some, other=0.0)
+        own_state = tl.load(partial + there[:, None] * DIM + chosen[None, :], mask=some, other=0.0).to(
+            tl.float32
+        )
         peak, total, state = _joined(peak, total, state, own_lse, own_state)
     if BEFORE:
         own_lse = tl.load(before_lse + line, mask=known, other=float("-inf"))

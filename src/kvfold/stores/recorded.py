@@ -148,8 +148,8 @@ class RecordedStore(RotatedStore):
             scale=self.buffers["key_scale"],
             value_scale=self.buffers["value_scale"],
             order=self.buffers.get("key_order"),
-            keys=_rotations(self.layout.keys, self.buffers["records"].device),
-            values=_rotations(self.layout.values, self.buffers["records"].device),
+            turn=_rotations(self.layout.keys, False, self.buffers["records"].device),
+            turn_back=_rotations(self.layout.values, True, self.buffers["records"].device),
             key_mean=None if self.layout.turned else self.buffers.get("key_mean"),
         )
 
@@ -351,10 +351,11 @@ def _scales(store: RotatedStore) -> dict[str, Tensor]:
 
 
 @lru_cache(maxsize=256)
-def _rotations(codes: tuple[RotatedCode, ...], device: torch.device) -> Rotations:
-    """Of the heads' codes, each group's in its place."""
+def _rotations(codes: tuple[RotatedCode, ...], back: bool, device: torch.device) -> Rotations:
+    """To the basis of the heads' codes, or back; each group's in its place."""
     distinct = list(dict.fromkeys(codes))
     matrices = [torch.block_diag(*(rotation for rotation, _ in code.tables(device))) for code in distinct]
+    matrices = [matrix.t() if back else matrix for matrix in matrices]
     which = torch.tensor([distinct.index(code) for code in codes], dtype=torch.int32)
     return Rotations(torch.stack(matrices), which.to(device))
 

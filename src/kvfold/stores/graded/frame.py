@@ -124,7 +124,12 @@ class GradedLayout:
 
 
 def normal_keys(
-    keys: Tensor, frame: Frame, row: int, rotary: Rotary | None, shift: int, span: slice | Tensor | None = None
+    keys: Tensor,
+    frame: Frame,
+    row: int,
+    rotary: Rotary | None,
+    shift: int,
+    span: slice | Tensor | None = None,
 ) -> Tensor:
     """Keys (kv_heads, tokens, key_dim) of one row in the frame's units, or some of them: what the codebook codes, float32."""
     turned = None if frame.key_turned is None else frame.key_turned[row]

@@ -20,7 +20,7 @@ from torch import Tensor
 from kvfold.codecs import lookup
 from kvfold.codecs.codebook import COMMON_UNIT, common_levels, decode
 from kvfold.codecs.fragments import MOST_TILES, TILE, TOKENS, WIDTHS, Coded, RecordFormat, pack_mixed, unpack
-from kvfold.kernels import around_records, dense_decode, ragged_decode
+from kvfold.kernels import around_records, dense_decode
 from kvfold.kernels.around_records import Basis, Rotations, Turned
 from kvfold.kernels.dense_decode import Exact
 from kvfold.kernels.ragged_decode import Ragged
@@ -174,13 +174,13 @@ class RecordedGradedStore(GradedStore):
     @cached_property
     def _basis(self) -> Basis:
         frame, buffers = self.frame, self.buffers
-        rotation = value_rotation(self.value_dim, frame.order.device)[None]
+        rotation = value_rotation(self.value_dim, frame.order.device).t()[None].contiguous()
         which = torch.zeros(self.kv_heads, dtype=torch.int32, device=rotation.device)
         return Basis(
             scale=buffers["key_scale"],
             value_scale=buffers["value_scale"],
             order=frame.order,
-            values=Rotations(rotation, which),
+            turn_back=Rotations(rotation, which),
             key_mean=frame.key_mean,
             value_mean=frame.value_mean,
         )
@@ -208,12 +208,18 @@ class RecordedGradedStore(GradedStore):
     def attend(self, query: Tensor, rows: Tensor | None, context: AttendContext) -> Part:
         if rows is not None or not self._served(query, context):
             return super().attend(query, rows, context)
-        if not ragged_decode.fits(query, self._exact_tokens):
-            coded = around_records.attend(
-                query, self._records, self._basis, context.scaling, **self._around(context)
-            )
+        if query.shape[2] > 1:
+            around = self._around(context)
+            coded = around_records.attend(query, self._records, self._basis, context.scaling, **around)
             return merge([coded, self._exact_part(query, context)])
-        return self._attend(query, context)
+        return around_records.attend(
+            query,
+            self._records,
+            self._basis,
+            context.scaling,
+            **self._around(context),
+            exact=self._exact_tokens,
+        )
 
     def attend_with_tail(
         self,
@@ -224,26 +230,25 @@ class RecordedGradedStore(GradedStore):
         before: Part | None,
         length: Tensor | None = None,
     ) -> Part | None:
-        served = self._served(query, context) and ragged_decode.fits(query, self._exact_tokens)
-        if not served or not dense_decode.fits(query, key, value):
+        if not self._served(query, context) or not dense_decode.fits(query, key, value):
             return None
-        return self._attend(query, context, Exact(key, value, length), before)
+        return around_records.attend(
+            query,
+            self._records,
+            self._basis,
+            context.scaling,
+            **self._around(context),
+            exact=self._exact_tokens,
+            tail=Exact(key, value, length),
+            before=before,
+            dtype=query.dtype,
+        )
 
     def _served(self, query: Tensor, context: AttendContext) -> bool:
         """Whether the kernels serve: every row its own queries, no cap, at most 16 queries a KV head."""
         ordinary = context.expand is None and context.softcap is None and query.shape[0] == self.rows
         together = query.shape[1] // self.kv_heads * query.shape[2]
         return ordinary and around_records.problem(query.device, self.key_dim, together) is None
-
-    def _attend(
-        self, query: Tensor, context: AttendContext, tail: Exact | None = None, before: Part | None = None
-    ) -> Part:
-        """By kernels, one query a head: records, then exact tokens and the tail."""
-        scaling = context.scaling
-        coded = around_records.attend(
-            query, self._records, self._basis, scaling, **self._around(context), before=before
-        )
-        return ragged_decode.attend(query, self._exact_tokens, tail, scaling, before=coded)
 
     def attend_records(self, query: Tensor, context: AttendContext) -> Part:
         """As `attend`, by plain torch, but over records as the kernels read them: their twin."""

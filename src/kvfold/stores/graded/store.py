@@ -19,7 +19,9 @@ from kvfold.stores.graded.sections import cut, sizes
 from kvfold.stores.ragged import RaggedStore, position_dtype
 
 MOST_OF_RECORDS = 1.25
-"""Times its bytes that a store may take as records to be decoded from them."""
+"""Times its bytes that a long store may take as records to be decoded from them."""
+SHORT = 2048
+"""Tokens of a store (blocks of generated ones) whose records may be as empty as they are."""
 
 
 class GradedStore(RaggedStore):
@@ -116,7 +118,8 @@ class GradedStore(RaggedStore):
             return self
         found = RecordedGradedStore.of(self)
         # Few tokens, as of a block of generated ones, fill no records.
-        return self if found is None or found.nbytes > MOST_OF_RECORDS * self.nbytes else found
+        wasteful = found is not None and found.nbytes > MOST_OF_RECORDS * self.nbytes and self.tokens > SHORT
+        return self if found is None or wasteful else found
 
     # ---- attention ----
 
