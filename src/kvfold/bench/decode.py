@@ -36,30 +36,29 @@ def decode(setup: Setup, stock: bool = True) -> Iterator[dict[str, Any]]:
     dict
         For each context, batch and method: "ms" of a token as it is streamed, "step_ms" of the CUDA graph alone where there is
         one, else "reason"; "bytes" of the cache and "weight_bytes" that a token reads; "floor_ms" of both at the bandwidth
-        measured here and "share" of it that the step reaches; "speedup" over the full cache in the same engine; or "problem", where the
-        full cache does not fit. The label "stock"
-        is `model.generate` with a DynamicCache.
+        measured here and "share" of it that the step reaches; "speedup" over the full cache in the same engine; or "problem", where
+        a cache does not fit the GPU. The label "stock" is `model.generate` with a DynamicCache.
     """
     model = setup.model
     weights, speed = read_bytes(model), bandwidth(setup.device)
     for tokens, batch in setup.cases():
         full = None
         for candidate in setup.everything:
-            if candidate is FULL:
-                try:
+            row: dict[str, Any] = {"label": candidate.label, "context": tokens, "batch": batch}
+            cache = None
+            try:
+                if candidate is FULL:
                     setup.check_room(tokens, batch)
-                except KvfoldError as problem:
-                    yield {
-                        "label": candidate.label,
-                        "context": tokens,
-                        "batch": batch,
-                        "problem": str(problem),
-                    }
-                    continue
-            cache = filled(setup, candidate.method, tokens, batch)
-            size = cache.ledger().total
-            row: dict[str, Any] = {"label": candidate.label, "context": tokens, "batch": batch, "bytes": size}
-            row |= step_times(model, cache, tokens, batch)
+                cache = filled(setup, candidate.method, tokens, batch)
+                row["bytes"] = size = cache.ledger().total
+                row |= step_times(model, cache, tokens, batch)
+            except (KvfoldError, torch.OutOfMemoryError) as problem:
+                if setup.device.type != "cuda":  # other machines have no error for it
+                    raise
+                yield row | {"problem": str(problem).splitlines()[0]}
+                del cache
+                release(setup.device)
+                continue
             best = row["step_ms"] or row["ms"]
             full = best if candidate is FULL else full
             floor = 1e3 * (weights + size) / speed
