@@ -145,10 +145,15 @@ def test_what_a_killed_process_left_goes_after_a_day(tmp_path):
     old, new, orphan = tmp_path / ".kvfold-1.tmp", tmp_path / ".kvfold-2.tmp", tmp_path / f"{'a' * 64}.used"
     for path in (old, new, orphan):
         path.write_bytes(b"1")
-    for path in (old, orphan):
+    parts = [tmp_path / f"{letter * 64}.parts" for letter in "bc"]
+    for path in parts:
+        path.mkdir()
+        (path / "main-0-0.part").write_bytes(b"1")
+    for path in (old, orphan, parts[0]):
         os.utime(path, (time.time() - 90_000,) * 2)
     store.collect(10**9)
-    assert sorted(tmp_path.iterdir()) == [new]
+    assert sorted(tmp_path.iterdir()) == [new, parts[1]]
+    assert store.entries() == []
 
 
 def test_keys_may_be_cut_short(store):
