@@ -142,22 +142,21 @@ def test_bad_input():
         unpack(pack(good, layout), layout, 65)
 
 
+@pytest.mark.parametrize("logarithms", [True, False])
 @pytest.mark.parametrize("seed", range(3))
-def test_mixed_formats_are_each_packed_alone(seed):
+def test_mixed_formats_are_each_packed_alone(seed, logarithms):
     generator = torch.Generator().manual_seed(seed)
-    layouts = [
-        RecordFormat(keys, value, 0, True, True)
-        for keys, value in [((8, 4, 0), 2), ((0, 0, 0), 1), ((3, 1, 2), 8), ((8, 4, 0), 3)]
-    ]
+    formats = [((8, 4, 0), 2, 0), ((0, 0, 0), 1, 1), ((3, 1, 2), 8, 3), ((8, 4, 0), 3, 2)]
+    layouts = [RecordFormat(keys, value, norms, True, logarithms) for keys, value, norms in formats]
     records = torch.randint(0, 4, (len(layouts),), generator=generator).tolist()
     parts = [random_coded(layout, 64 * count, generator) for layout, count in zip(layouts, records)]
-    whole = Coded(
-        torch.cat([part.keys for part in parts]),
-        torch.cat([part.values for part in parts]),
-        None,
-        torch.cat([part.magnitudes for part in parts]),
-    )
+    numbers = [
+        torch.cat([*([] if part.key_norms is None else [part.key_norms]), part.magnitudes[:, None]], 1)
+        for part in parts
+    ]
+    numbers = torch.cat([torch.nn.functional.pad(x, (0, 4 - x.shape[1]), value=7) for x in numbers])
+    keys, values = (torch.cat([getattr(part, name) for part in parts]) for name in ("keys", "values"))
     expected = torch.cat([pack(part, layout).flatten() for part, layout in zip(parts, layouts)])
-    assert torch.equal(fragments.pack_mixed(whole, layouts, records), expected)
+    assert torch.equal(fragments.pack_mixed(keys, values, numbers, layouts, records), expected)
     with pytest.raises(ValueError, match="records hold"):
-        fragments.pack_mixed(whole, layouts, [*records[:-1], records[-1] + 1])
+        fragments.pack_mixed(keys, values, numbers, layouts, [*records[:-1], records[-1] + 1])

@@ -140,13 +140,17 @@ def pack(coded: Coded, layout: RecordFormat) -> Tensor:
     return torch.cat(parts, -1)
 
 
-def pack_mixed(coded: Coded, layouts: Sequence[RecordFormat], records: Sequence[int]) -> Tensor:
+def pack_mixed(
+    keys: Tensor, values: Tensor, numbers: Tensor, layouts: Sequence[RecordFormat], records: Sequence[int]
+) -> Tensor:
     """Records of several formats, one after the other, in as many steps as there are widths.
 
     Parameters
     ----------
-    coded : Coded
-        (64 * all records, dim), what is missing in a record is 0; magnitudes in 8 bits and no norms.
+    keys, values : (64 * all records, dim) uint8
+        Codes; what is missing in a record is 0.
+    numbers : (64 * all records, n) float16, or uint8 logarithms
+        Norms, then the magnitude, of those that a format has; what follows is ignored.
     layouts : sequence of RecordFormat
     records : sequence of int
         Of each format.
@@ -160,23 +164,33 @@ def pack_mixed(coded: Coded, layouts: Sequence[RecordFormat], records: Sequence[
     ValueError
         Shapes or dtypes are not those of the formats.
     """
-    for layout in layouts:
-        _check(coded, layout)
-    device, count = coded.keys.device, sum(records)
+    device, count = keys.device, sum(records)
     if not count:
-        return coded.keys.new_zeros(0)
-    if coded.keys.shape[:-1] != (TOKENS * count,):
-        raise ValueError(f"{count} records hold {TOKENS * count} tokens, got {tuple(coded.keys.shape)}")
+        return keys.new_zeros(0)
+    for layout in layouts:
+        dtype = torch.uint8 if layout.logarithms else torch.float16
+        if keys.shape != values.shape or keys.shape != (TOKENS * count, layout.dim) or numbers.dtype != dtype:
+            raise ValueError(
+                f"{count} records hold {TOKENS * count} tokens of {layout.dim} channels and {dtype} numbers, got"
+                f" {tuple(keys.shape)}, {tuple(values.shape)} and {numbers.dtype}"
+            )
+    repeats = torch.tensor(records)
     tiles = [[*layout.key_widths, *[layout.value_width] * len(layout.key_widths)] for layout in layouts]
-    widths = torch.tensor(tiles).repeat_interleave(torch.tensor(records), 0)
-    # In units of 64 bytes: a record is one of magnitudes, then two a bit of each tile.
-    ends = (2 * widths.flatten(1).sum(1) + 1).cumsum(0)
+    widths = torch.tensor(tiles).repeat_interleave(repeats, 0)
+    counts = torch.tensor([one.key_norms + one.magnitudes for one in layouts]).repeat_interleave(repeats)
+    # In units of 64 bytes: a number is one, or two of 16 bits; a tile is two a bit.
+    unit = numbers.dtype.itemsize
+    ends = (2 * widths.sum(1) + unit * counts).cumsum(0)
+    begins = ends - 2 * widths.sum(1) - unit * counts
     starts = (ends - 2 * widths.sum(1))[:, None] + 2 * (widths.cumsum(1) - widths)
     data = torch.empty(int(ends[-1]), TOKENS, dtype=torch.uint8, device=device)
-    assert coded.magnitudes is not None
-    data[(starts[:, 0] - 1).to(device)] = _pack_numbers(coded.magnitudes)
+    for index in range(int(counts.max())):
+        record = (counts > index).nonzero()[:, 0]
+        units = (begins[record] + unit * index)[:, None] + torch.arange(unit)
+        packed = _pack_numbers(numbers[:, index])[record.to(device)]
+        data[units.to(device)] = packed.view(-1, unit, TOKENS)
     half = widths.shape[1] // 2
-    codes: dict[Kind, Tensor] = {"keys": coded.keys, "values": coded.values}
+    codes: dict[Kind, Tensor] = {"keys": keys, "values": values}
     for at, (kind, x) in enumerate(codes.items()):
         by_tile = x.unflatten(0, (-1, TOKENS)).unflatten(-1, (-1, TILE))
         own = slice(at * half, (at + 1) * half)

@@ -12,8 +12,9 @@ from torch.nn.functional import pad
 
 from kvfold.codecs import logarithm
 from kvfold.codecs.codebook import decode, integers
-from kvfold.codecs.fragments import MOST_TILES, TILE, TOKENS, WIDTHS, Coded, RecordFormat, pack, unpack
+from kvfold.codecs.fragments import MOST_TILES, TILE, TOKENS, WIDTHS, Coded, RecordFormat, pack_mixed, unpack
 from kvfold.codecs.packing import pack as pack_plain
+from kvfold.codecs.packing import packed_bytes
 from kvfold.codecs.packing import unpack as unpack_plain
 from kvfold.codecs.rotated import RotatedCode
 from kvfold.kernels import around_records, dense_decode
@@ -59,15 +60,14 @@ class RecordedStore(RotatedStore):
             return None
         constants = {name: x for name, x in store.buffers.items() if name not in RotatedStore.per_token}
         keys, values = (
-            _unpacked(store.buffers[f"{name}_codes"], store.buffers[f"{name}_norms"], codes)
+            _unpacked(store.buffers[f"{name}_codes"], codes)
             for name, codes in (("key", store.layout.keys), ("value", store.layout.values))
         )
-        records = [
-            pack(Coded(key, value, norms, sizes[..., 0]), layout).flatten(1)
-            for (key, norms), (value, sizes), layout in zip(keys, values, formats, strict=True)
-        ]
-        scales = _scales(store)
-        return cls(store.layout, {**constants, "records": torch.cat(records, 1), **scales})
+        coded, mixed, numbers = (_whole(x).flatten(0, 2) for x in (keys, values, _numbers(store)))
+        count = -(-store.tokens // TOKENS)
+        layouts = formats * store.rows
+        records = pack_mixed(coded, mixed, numbers, layouts, [count] * len(layouts))
+        return cls(store.layout, {**constants, "records": records.view(store.rows, -1), **_scales(store)})
 
     def plain(self) -> RotatedStore:
         """The store that this one was made of."""
@@ -299,19 +299,43 @@ def _formats(layout: RotatedLayout) -> list[RecordFormat] | None:
     return formats
 
 
-def _unpacked(packed: Tensor, norms: Tensor, codes: tuple[RotatedCode, ...]) -> list[tuple[Tensor, Tensor]]:
-    """Codes (rows, tokens, dim) and norms (rows, tokens, n) of each head."""
-    result = []
-    for code, own, scales in zip(
-        codes,
-        packed.split([code.nbytes for code in codes], -1),
-        norms.split([code.scales for code in codes], -1),
-        strict=True,
-    ):
-        sizes = [width * channels // 8 for width, channels in code.groups]
-        parts = zip(own.split(sizes, -1), code.groups, strict=True)
-        result.append((torch.cat([unpack_plain(part, *group) for part, group in parts], -1), scales))
+def _unpacked(packed: Tensor, codes: tuple[RotatedCode, ...]) -> Tensor:
+    """Codes (rows, tokens, heads, dim) uint8 of packed ones (rows, tokens, bytes of all heads), groups alike together."""
+    alike: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    byte = 0
+    for head, code in enumerate(codes):
+        channel = 0
+        for width, channels in code.groups:
+            alike.setdefault((width, channels), []).append((head, channel, byte))
+            channel, byte = channel + channels, byte + packed_bytes(channels, width)
+    result = packed.new_empty(*packed.shape[:2], len(codes), codes[0].dim)
+    for (width, channels), places in alike.items():
+        size = packed_bytes(channels, width)
+        some = torch.stack([packed[..., first : first + size] for _, _, first in places], 2)
+        for own, (head, channel, _) in zip(
+            unpack_plain(some, width, channels).unbind(2), places, strict=True
+        ):
+            result[:, :, head, channel : channel + channels] = own
     return result
+
+
+def _numbers(store: RotatedStore) -> Tensor:
+    """Norms of each head's key, then its value's, then zeros: (rows, tokens, heads, most)."""
+    keys, values = store.buffers["key_norms"], store.buffers["value_norms"]
+    most = max(code.scales for code in store.layout.keys) + 1
+    columns, first = [], 0
+    for head, code in enumerate(store.layout.keys):
+        own = [*range(first, first + code.scales), keys.shape[2] + head]
+        columns += own + [keys.shape[2] + values.shape[2]] * (most - len(own))
+        first += code.scales
+    every = torch.cat([keys, values, torch.zeros_like(values[..., :1])], -1)
+    index = torch.tensor(columns, device=every.device)
+    return every.index_select(-1, index).unflatten(-1, (-1, most))
+
+
+def _whole(x: Tensor) -> Tensor:
+    """Of (rows, tokens, heads, n), the tokens of each head in whole records: (rows, heads, tokens, n)."""
+    return pad(x.transpose(1, 2), (0, 0, 0, -x.shape[1] % TOKENS))
 
 
 def _scales(store: RotatedStore) -> dict[str, Tensor]:

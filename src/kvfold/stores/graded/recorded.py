@@ -92,8 +92,10 @@ class RecordedGradedStore(GradedStore):
         for name in ("keys", "values", "magnitudes", "positions"):
             own = buffers[name]
             buffers[name] = own.new_zeros(count, *own.shape[1:]).index_copy_(0, slots, own)
-        coded = Coded(buffers.pop("keys"), buffers.pop("values"), None, buffers.pop("magnitudes"))
-        buffers["records"] = pack_mixed(coded, [run.layout for run in every], [run.records for run in every])
+        codes, sizes = (buffers.pop("keys"), buffers.pop("values")), buffers.pop("magnitudes")[:, None]
+        buffers["records"] = pack_mixed(
+            *codes, sizes, [run.layout for run in every], [run.records for run in every]
+        )
         buffers["counts"] = store.buffers["counts"]
         whole = cls(store.layout, store.frame, {**buffers, **_constants(store)})
         return whole._seen(store.tokens, store.real_tokens)
