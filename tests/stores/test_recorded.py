@@ -69,7 +69,7 @@ def test_there_and_back(name, norm_bits):
 
 @pytest.mark.parametrize("name, sinks, norm_bits", [("groups", 4, 8)])
 def test_behaves(name, sinks, norm_bits, monkeypatch):
-    monkeypatch.setattr(RotatedStore, "block", 70)
+    monkeypatch.setattr(RecordedStore, "block", 70)
     assert_behaves(RecordedStore.of(rotated(name, sinks=sinks, norm_bits=norm_bits, tokens=80)), Turn())
 
 

@@ -49,6 +49,8 @@ class RecordedStore(RotatedStore):
     }
     per_token = frozenset()
     changing = frozenset({"records"})
+    block = 1 << 14
+    """More at a time than on a CPU: a block is some hundred launches, whatever its size."""
 
     @classmethod
     def of(cls, store: RotatedStore) -> RecordedStore | None:
