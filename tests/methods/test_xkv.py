@@ -192,17 +192,22 @@ def test_the_mean_is_that_of_the_tokens_in_factors():
     assert store.ledger()["means"] == 2 * 2 * (16 + 24)
 
 
-def test_a_later_turn_with_another_mean_is_put_on_the_basis_there_is():
-    views = alike(tokens=240)
-    for one in views:
-        one.values[:, :, 120:] += 0.05
-    halves = [
+def in_halves(views):
+    """Two turns of 120 tokens of what `alike(tokens=240)` made."""
+    return [
         [replace(one, keys=one.keys[:, :, part], values=one.values[:, :, part], valid=one.valid[:, :, part],
                  positions=one.positions[:, part], real_tokens=(120,),
                  sampled=one.sampled[:, :, one.sampled_index < 120],
                  sampled_index=one.sampled_index[one.sampled_index < 120]) for one in views]
         for part in (slice(0, 120), slice(120, 240))
     ]  # fmt: skip
+
+
+def test_a_later_turn_with_another_mean_is_put_on_the_basis_there_is():
+    views = alike(tokens=240)
+    for one in views:
+        one.values[:, :, 120:] += 0.05
+    halves = in_halves(views)
     method = XKV(keep=0.2)
     first = method.fold(halves[0])
     second = method.fold([replace(one, previous=(s, None)) for one, s in zip(halves[1], first, strict=True)])
@@ -224,13 +229,7 @@ def test_subspace_iteration_finds_the_leading_eigenvectors():
 
 def test_a_later_turn_is_put_on_the_basis_there_is():
     views = alike(tokens=240)
-    halves = [
-        [replace(one, keys=one.keys[:, :, part], values=one.values[:, :, part], valid=one.valid[:, :, part],
-                 positions=one.positions[:, part], real_tokens=(120,),
-                 sampled=one.sampled[:, :, one.sampled_index < 120],
-                 sampled_index=one.sampled_index[one.sampled_index < 120]) for one in views]
-        for part in (slice(0, 120), slice(120, 240))
-    ]  # fmt: skip
+    halves = in_halves(views)
     method = XKV(keep=0.2)
     first = method.fold(halves[0])
     second = method.fold([replace(one, previous=(s, None)) for one, s in zip(halves[1], first, strict=True)])

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.kernels.dense_decode import MAX_DIM, MAX_GROUP, Exact, Tuning, problem
+from kvfold.kernels.dense_decode import MAX_DIM, MAX_GROUP, Exact, Tuning, problem, tuning
 from kvfold.kernels.reference import Part
 
 __all__ = ["MAX_SLOTS", "Ragged", "attend", "fits", "problem", "tuning"]
@@ -59,18 +59,6 @@ def fits(query: Tensor, kept: Ragged) -> bool:
         and query.shape[1] // kv_heads <= MAX_GROUP
         and rows * kv_heads <= MAX_SLOTS
     )
-
-
-@cache
-def tuning(device: torch.device, dtype: torch.dtype, dim: int) -> Tuning:
-    """How the launch is cut on a device."""
-    if device.type != "cuda":
-        return Tuning(block=16, warps=4, stages=1, programs=4)
-    properties = torch.cuda.get_device_properties(device)
-    block = max(16, min(128, 64 * 256 // (_power(dim) * dtype.itemsize)))
-    memory = getattr(properties, "shared_memory_per_block_optin", 99 << 10) - (16 << 10)
-    stages = max(1, min(4, memory // (2 * block * _power(dim) * dtype.itemsize)))
-    return Tuning(block=block, warps=4, stages=stages, programs=properties.multi_processor_count)
 
 
 def attend(
