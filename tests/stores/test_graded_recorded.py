@@ -14,7 +14,6 @@ import torch
 
 import kvfold
 from kvfold.errors import KvfoldError
-from kvfold.kernels import around_records
 from kvfold.kernels.dense_decode import Exact
 from kvfold.kernels.records import problem
 from kvfold.kernels.reference import attend, merge
@@ -165,13 +164,9 @@ def check():
                 {name: x.to(DEVICE) for name, x in store.tensors().items()}, store.meta()
             )
             context = AttendContext(0.1, rotary=Turn())
-            found = around_records.attend(
+            found = one._attend(
                 inputs[0],
-                one._records,
-                one._basis,
-                0.1,
-                **one._around(context),
-                exact=one._exact_tokens,
+                context,
                 tail=Exact(*inputs[1:], length),
                 before=tuple(x.to(DEVICE) for x in before),
             )

@@ -17,17 +17,18 @@ from kvfold.codecs.packing import pack as pack_plain
 from kvfold.codecs.packing import packed_bytes
 from kvfold.codecs.packing import unpack as unpack_plain
 from kvfold.codecs.rotated import RotatedCode
-from kvfold.kernels import around_records, dense_decode
+from kvfold.kernels import around_records
 from kvfold.kernels.around_records import Basis, Rotations, Turned
 from kvfold.kernels.dense_decode import Exact
 from kvfold.kernels.records import Records, Run, book
 from kvfold.kernels.reference import Part
 from kvfold.stores.base import AttendContext, Store
+from kvfold.stores.reading import ReadsRecords
 from kvfold.stores.rotated import RotatedLayout, RotatedStore
 from kvfold.stores.tokenwise import TokenwiseStore, rotary_for
 
 
-class RecordedStore(RotatedStore):
+class RecordedStore(ReadsRecords, RotatedStore):
     """A `RotatedStore` whose codes and norms are records; attention of few queries is one launch over all rows.
 
     Parameters
@@ -179,45 +180,15 @@ class RecordedStore(RotatedStore):
     def attend(self, query: Tensor, rows: Tensor | None, context: AttendContext) -> Part:
         if rows is not None or not self._served(query, context):
             return super().attend(query, rows, context)
-        return around_records.attend(
-            query, self._records, self._basis, context.scaling, **self.around(context)
-        )
-
-    def attend_with_tail(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        context: AttendContext,
-        before: Part | None,
-        length: Tensor | None = None,
-    ) -> Part | None:
-        if not self._served(query, context) or not dense_decode.fits(query, key, value):
-            return None
-        return around_records.attend(
-            query,
-            self._records,
-            self._basis,
-            context.scaling,
-            **self.around(context),
-            tail=Exact(key, value, length),
-            before=before,
-            dtype=query.dtype,
-        )
-
-    def _served(self, query: Tensor, context: AttendContext) -> bool:
-        """Whether the kernels serve: every row its own queries, no cap, at most 16 queries a KV head."""
-        ordinary = context.expand is None and context.softcap is None and query.shape[0] == self.rows
-        together = query.shape[1] // self.kv_heads * query.shape[2]
-        return ordinary and around_records.problem(query.device, self.key_dim, together) is None
+        return self._attend(query, context)
 
     def attend_records(self, query: Tensor, context: AttendContext) -> Part:
         """As `attend`, by plain torch, but over records as the kernels read them: their twin."""
         return around_records.attend_plain(
-            query, self._records, self._basis, context.scaling, **self.around(context)
+            query, self._records, self._basis, context.scaling, **self._around(context)
         )
 
-    def around(self, context: AttendContext) -> dict[str, Any]:
+    def _around(self, context: AttendContext) -> dict[str, Any]:
         """What else `kernels.around_records` attends to."""
         turned = hidden = None
         if "key_mean" in self.buffers and self.layout.turned:

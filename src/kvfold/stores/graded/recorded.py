@@ -20,9 +20,8 @@ from torch import Tensor
 from kvfold.codecs import lookup
 from kvfold.codecs.codebook import COMMON_UNIT, common_levels, decode
 from kvfold.codecs.fragments import MOST_TILES, TILE, TOKENS, WIDTHS, Coded, RecordFormat, pack_mixed, unpack
-from kvfold.kernels import around_records, dense_decode
+from kvfold.kernels import around_records
 from kvfold.kernels.around_records import Basis, Rotations, Turned
-from kvfold.kernels.dense_decode import Exact
 from kvfold.kernels.ragged_decode import Ragged
 from kvfold.kernels.records import BOOK, Records, Run, book
 from kvfold.kernels.reference import Part, merge, softmax_part
@@ -32,11 +31,12 @@ from kvfold.stores.graded.frame import GradedLayout, require, value_rotation
 from kvfold.stores.graded.sections import Section, key_sections, value_sections
 from kvfold.stores.graded.store import GradedStore
 from kvfold.stores.ragged import position_dtype
+from kvfold.stores.reading import ReadsRecords
 
 PER_TOKEN = ("records", "positions", "exact_positions", "exact_keys", "exact_values")
 
 
-class RecordedGradedStore(GradedStore):
+class RecordedGradedStore(ReadsRecords, GradedStore):
     """A `GradedStore` whose codes and magnitudes are records.
 
     Parameters
@@ -210,53 +210,15 @@ class RecordedGradedStore(GradedStore):
     def attend(self, query: Tensor, rows: Tensor | None, context: AttendContext) -> Part:
         if rows is not None or not self._served(query, context):
             return super().attend(query, rows, context)
-        if query.shape[2] > 1:
-            around = self._around(context)
-            coded = around_records.attend(query, self._records, self._basis, context.scaling, **around)
+        if query.shape[2] > 1:  # what reads exact tokens has one query a head
+            coded = self._attend(query, context, exact=None)
             return merge([coded, self._exact_part(query, context)])
-        return around_records.attend(
-            query,
-            self._records,
-            self._basis,
-            context.scaling,
-            **self._around(context),
-            exact=self._exact_tokens,
-        )
-
-    def attend_with_tail(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        context: AttendContext,
-        before: Part | None,
-        length: Tensor | None = None,
-    ) -> Part | None:
-        if not self._served(query, context) or not dense_decode.fits(query, key, value):
-            return None
-        return around_records.attend(
-            query,
-            self._records,
-            self._basis,
-            context.scaling,
-            **self._around(context),
-            exact=self._exact_tokens,
-            tail=Exact(key, value, length),
-            before=before,
-            dtype=query.dtype,
-        )
-
-    def _served(self, query: Tensor, context: AttendContext) -> bool:
-        """Whether the kernels serve: every row its own queries, no cap, at most 16 queries a KV head."""
-        ordinary = context.expand is None and context.softcap is None and query.shape[0] == self.rows
-        together = query.shape[1] // self.kv_heads * query.shape[2]
-        return ordinary and around_records.problem(query.device, self.key_dim, together) is None
+        return self._attend(query, context)
 
     def attend_records(self, query: Tensor, context: AttendContext) -> Part:
         """As `attend`, by plain torch, but over records as the kernels read them: their twin."""
-        coded = around_records.attend_plain(
-            query, self._records, self._basis, context.scaling, **self._around(context)
-        )
+        around = self._around(context) | {"exact": None}
+        coded = around_records.attend_plain(query, self._records, self._basis, context.scaling, **around)
         return merge([coded, self._exact_part(query, context)])
 
     def _around(self, context: AttendContext) -> dict[str, Any]:
@@ -268,7 +230,7 @@ class RecordedGradedStore(GradedStore):
         if self.tokens < layout.tokens:
             position = torch.arange(layout.tokens, device=self.frame.order.device)
             hidden = (position >= self.tokens).expand(self.rows, -1)
-        return {"turned": turned, "hidden": hidden}
+        return {"turned": turned, "hidden": hidden, "exact": self._exact_tokens}
 
     def _exact_part(self, query: Tensor, context: AttendContext) -> Part:
         """Attention of queries (rows, heads, n, dim) over the exact tokens of their heads, by plain torch."""

@@ -1,0 +1,55 @@
+"""What stores share whose codes a GPU reads as records: the launches around them, and when those serve."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+from torch import Tensor
+
+from kvfold.kernels import around_records, dense_decode
+from kvfold.kernels.around_records import Basis
+from kvfold.kernels.dense_decode import Exact
+from kvfold.kernels.records import Records
+from kvfold.kernels.reference import Part
+from kvfold.stores.base import AttendContext, Store
+
+
+class ReadsRecords(Store):
+    """Named before the class of the plain form, whose own attention serves where the kernels do not."""
+
+    @property
+    @abstractmethod
+    def _records(self) -> Records: ...
+
+    @property
+    @abstractmethod
+    def _basis(self) -> Basis: ...
+
+    @abstractmethod
+    def _around(self, context: AttendContext) -> dict[str, Any]:
+        """What else `kernels.around_records.attend` attends to, by its names."""
+
+    def _attend(self, query: Tensor, context: AttendContext, **more: Any) -> Part:
+        around = self._around(context) | more
+        return around_records.attend(query, self._records, self._basis, context.scaling, **around)
+
+    def attend_with_tail(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        context: AttendContext,
+        before: Part | None,
+        length: Tensor | None = None,
+    ) -> Part | None:
+        if not self._served(query, context) or not dense_decode.fits(query, key, value):
+            return None
+        tail = Exact(key, value, length)
+        return self._attend(query, context, tail=tail, before=before, dtype=query.dtype)
+
+    def _served(self, query: Tensor, context: AttendContext) -> bool:
+        """Whether the kernels serve: every row its own queries, no cap, at most 16 queries a KV head."""
+        ordinary = context.expand is None and context.softcap is None and query.shape[0] == self.rows
+        together = query.shape[1] // self.kv_heads * query.shape[2]
+        return ordinary and around_records.problem(query.device, self.key_dim, together) is None
