@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import math
 from collections import defaultdict
+from itertools import product
 
 import pytest
 import torch
 
 from kvfold import attach, fold, load
-from kvfold.allocate.ranking import ranks
+from kvfold.allocate.ranking import best_first, ranks
 from kvfold.errors import BudgetError, KvfoldError
 from kvfold.hf import FoldedCache
 from kvfold.hf.fingerprint import fingerprint
@@ -172,11 +173,16 @@ def test_ranks_are_those_of_a_sorted_list():
     scores = torch.randint(4, (60,), generator=draw).float()
     positions, groups = (torch.randint(n, (60,), generator=draw) for n in (9, 5))
     groups[groups == 3] = 4  # one is empty
-    found = ranks(scores, positions, groups)
-    for group in range(5):
-        members = [i for i in range(60) if groups[i] == group]
-        members.sort(key=lambda i: (-float(scores[i]), -int(positions[i]), i))
-        assert [int(found[i]) for i in members] == list(range(len(members)))
+    ahead = torch.rand(60, generator=draw) < 0.2
+    order = best_first(scores, positions)
+    for split, first in product((groups, None), (ahead, None)):
+        found = ranks(order, split, first)
+        for group in range(5) if split is not None else [None]:
+            members = [i for i in range(60) if group is None or groups[i] == group]
+            members.sort(
+                key=lambda i: (first is not None and not first[i], -float(scores[i]), -int(positions[i]), i)
+            )
+            assert [int(found[i]) for i in members] == list(range(len(members)))
 
 
 @pytest.mark.parametrize("lookahead", [1, 2, 50])

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvfold.allocate.budget import Budget
-from kvfold.allocate.ranking import ranks
+from kvfold.allocate.ranking import best_first, ranks
 from kvfold.errors import BudgetError, KvfoldError
 from kvfold.methods.base import LayerView, Method, Needs, check_block
 from kvfold.methods.gates import TRAIN, load_gates
@@ -189,15 +189,16 @@ class DBTrimKV(Method):
         score = future_worth(entries.tokens - position, entries.log_beta, self.lookahead)
         always = (position - entries.padding[row] < self.sinks) | (position >= entries.tokens - self.recent)
         always, score = always & alive, score.masked_fill(~alive, -torch.inf)
+        order = best_first(score.masked_fill(always, torch.inf), position)
         if self.least or self.scope == "head":
-            rank = ranks(score.masked_fill(always, torch.inf), position, head)
+            rank = ranks(order, head)
             always |= (rank < self.least) & alive
         if self.threshold is not None:
             return always | (score >= math.log(self.threshold))
         limit = entries.limits[row]
         if self.scope == "head":
             return alive & (rank < limit // entries.heads)
-        return alive & (ranks(score.masked_fill(always, torch.inf), position, row) < limit)
+        return alive & (ranks(order, row if len(entries.padding) > 1 else None, ahead=always) < limit)
 
     def limits(self, lot: Lot) -> list[int]:
         return [self._limit(lot, real) for real in lot.real_tokens]
