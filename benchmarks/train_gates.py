@@ -4,9 +4,7 @@
     python benchmarks/train_gates.py MODEL --text texts/*.txt --seconds 300 -o gates/
 
 Written to the folder: gates.safetensors, history.jsonl (the losses of every step), figures.json (tokens/s and peak memory of
-each way to attend, held-out figures), and the state of the run: called again, it goes on. Held out is Persuasion, which ships
-with kvfold. "scoring" reads a passage in chunks and evicts after each, as while generating; "folded" folds a passage at once,
-then reads the next tokens: all methods at the bytes that DBTrimKV takes.
+each way to attend, held-out figures as `held_out.py` says), and the state of the run: called again, it goes on.
 """
 
 from __future__ import annotations
@@ -19,19 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from held_out import held_out
 
-from kvfold import Method, fold, make_method
 from kvfold.cli.models import load_model
-from kvfold.evaluate.prefill import Prefill, continue_logits, kl_divergence
-from kvfold.evaluate.tasks.text import load as open_text
-from kvfold.hf import CACHE_KEYWORD, FoldedCache
-from kvfold.methods.dbtrimkv import DBTrimKV
 from kvfold.training.data import pack
 from kvfold.training.trainer import Figures, TrainConfig, Trainer
-
-RIVALS = ("snapkv", "adakv", "streaming-llm", "rkv", "expected-attention")
-NEXT = 128
-"""Tokens read after a passage that was folded."""
 
 
 def memory(device: torch.device) -> int | None:
@@ -60,70 +50,6 @@ def speeds(model: Any, rows: torch.Tensor, config: TrainConfig) -> dict[str, dic
             "kl, capacity": [first.kl, first.capacity],
         }
     return found
-
-
-@torch.no_grad()
-def scoring(
-    model: Any, ids: torch.Tensor, method: DBTrimKV, full: torch.Tensor, chunk: int
-) -> dict[str, float]:
-    """Next-token loss and KL(full || evicted) over a passage read in chunks with eviction after each."""
-    cache = FoldedCache(method, model.config, prompt_tokens=ids.shape[1])
-    cache.watch(model)
-    kl = nll = 0.0
-    for start in range(0, ids.shape[1], chunk):
-        part = ids[:, start : start + chunk]
-        logits = model(part, use_cache=True, **{CACHE_KEYWORD: cache}).logits[0].float()
-        kl += float(kl_divergence(full[start : start + chunk].float(), logits).sum())
-        targets = ids[0, start + 1 : start + chunk + 1]
-        nll -= float(logits[: len(targets)].log_softmax(-1).gather(1, targets[:, None]).sum())
-    return {"kl": kl / ids.shape[1], "nll": nll / (ids.shape[1] - 1), "bytes": cache.ledger().total}
-
-
-@torch.no_grad()
-def held_out(
-    model: Any, tokenizer: Any, gates: str, budgets: list[int], arguments: Any
-) -> list[dict[str, Any]]:
-    """Figures of passages of Persuasion."""
-    words = "".join(open_text().words)
-    ids = torch.tensor(tokenizer(words, add_special_tokens=False, verbose=False)["input_ids"])
-    found = []
-    for length in arguments.lengths:
-        for number in range(arguments.passages):
-            start = (number + 1) * (len(ids) - length - NEXT) // (arguments.passages + 1)
-            passage = ids[None, start : start + length].to(model.device)
-            following = ids[None, start + length : start + length + NEXT].to(model.device)
-            about = {"length": length, "passage": number}
-            full = model(passage, use_cache=False).logits[0]
-            loss = -full[:-1].float().log_softmax(-1).gather(1, passage[0, 1:, None]).mean()
-            found.append({**about, "way": "scoring", "method": "full", "nll": float(loss)})
-            for budget in budgets:
-                method = DBTrimKV(tokens=budget, gates=gates, chunks=True)
-                figures = scoring(model, passage, method, full, arguments.chunk)
-                found.append({**about, "way": "scoring", "method": "dbtrimkv", "tokens": budget, **figures})
-                print(json.dumps(found[-1]), flush=True)
-            for budget in budgets:
-                ours = DBTrimKV(tokens=budget, gates=gates)
-                keep = budget / length * 1.05
-                methods = [ours, replace(ours, scope="head")]
-                methods += [make_method(name, keep=keep) for name in RIVALS]
-                prefill = Prefill(model, passage, methods)
-                exact = continue_logits(model, prefill.fold(make_method("full")), following)
-                caches = {_name(method): prefill.fold(method) for method in methods}
-                # What it costs that later chunks no longer see what went.
-                chunked = replace(ours, chunks=True)
-                caches["dbtrimkv:chunks"] = fold(model, passage, chunked, chunk_size=arguments.chunk)
-                for name, cache in caches.items():
-                    ratio = cache.ledger().folded_ratio
-                    logits = continue_logits(model, cache, following)
-                    kl = float(kl_divergence(exact, logits).mean())
-                    figures = {"tokens": budget, "ratio": ratio, "kl": kl}
-                    found.append({**about, "way": "folded", "method": name, **figures})
-                    print(json.dumps(found[-1]), flush=True)
-    return found
-
-
-def _name(method: Method) -> str:
-    return method.name + (":head" if getattr(method, "scope", "") == "head" else "")
 
 
 def main() -> None:
@@ -189,9 +115,11 @@ def main() -> None:
     (folder / "history.jsonl").write_text("\n".join(lines) + "\n")
     about["train seconds"] = trainer.history[-1].seconds
     (folder / "figures.json").write_text(json.dumps(about, indent=1))
-    about["held out"] = held_out(
-        model, tokenizer, str(folder / "gates.safetensors"), arguments.budgets, arguments
-    )
+    gates_file, a = str(folder / "gates.safetensors"), arguments
+    about["held out"] = []
+    for row in held_out(model, tokenizer, gates_file, a.budgets, a.lengths, a.passages, a.chunk, []):
+        print(json.dumps(row), flush=True)
+        about["held out"].append(row)
     (folder / "figures.json").write_text(json.dumps(about, indent=1))
     print(f"done in {time.perf_counter() - began:.0f} s")
 
