@@ -124,12 +124,12 @@ def check_codes(monkeypatch):
     for options in CASES:
         store, grades, keys, values = random_store(**options)
         rotary = Doubled()
-        plain = graded_encode.encode(keys, values, grades, store.layout, store.frame, rotary)
+        plain = graded_encode.encode(keys, values, grades, store.layout, store.frame, rotary)[0]
         if not CUDA:
             monkeypatch.setattr(dense_decode, "problem", lambda device: None)
         frame = on(store.frame)
         given = (x.to(DEVICE) for x in (keys, values, grades))
-        found = graded_encode.encode(*given, store.layout, frame, rotary)
+        found = graded_encode.encode(*given, store.layout, frame, rotary)[0]
         monkeypatch.undo()
         assert plain.keys() == found.keys()
         for name, right in plain.items():

@@ -78,10 +78,14 @@ class RecordFormat:
     @cached_property
     def sizes(self) -> list[int]:
         """Bytes of each part, as they follow each other: numbers, each tile of keys, all values."""
-        number = TOKENS * (1 if self.logarithms else 2)
-        numbers = (self.key_norms + self.magnitudes) * number
-        tiles = [_tile_bytes(width) for width in self.key_widths]
-        return [numbers, *tiles, _tile_bytes(self.value_width) * len(self.key_widths)]
+        numbers = (self.key_norms + self.magnitudes) * self.number_bytes
+        tiles = [tile_bytes(width) for width in self.key_widths]
+        return [numbers, *tiles, tile_bytes(self.value_width) * len(self.key_widths)]
+
+    @property
+    def number_bytes(self) -> int:
+        """Bytes of one number of all tokens."""
+        return TOKENS * (1 if self.logarithms else 2)
 
     @property
     def nbytes(self) -> int:
@@ -240,6 +244,11 @@ def unpack(records: Tensor, layout: RecordFormat, tokens: int) -> Coded:
     )
 
 
+def tile_bytes(width: int) -> int:
+    """Bytes of a tile's codes."""
+    return TOKENS * TILE * width // 8
+
+
 def pack_tile(codes: Tensor, width: int, kind: Kind) -> Tensor:
     """Codes (..., 64 * n, 16) uint8 of one tile as bytes (..., n, 128 * width)."""
     codes = codes.unflatten(-2, (-1, TOKENS))
@@ -296,10 +305,6 @@ def unpack_tile(packed: Tensor, width: int, kind: Kind) -> Tensor:
 def numbers(stored: Tensor) -> Tensor:
     """What stored norms or magnitudes (float16, or uint8 logarithms) stand for, float32."""
     return torch.exp2((stored.float() - 128) / STEPS) if stored.dtype == torch.uint8 else stored.float()
-
-
-def _tile_bytes(width: int) -> int:
-    return TOKENS * TILE * width // 8
 
 
 def _check(coded: Coded, layout: RecordFormat) -> None:

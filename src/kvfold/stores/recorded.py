@@ -17,9 +17,10 @@ from kvfold.codecs.packing import pack as pack_plain
 from kvfold.codecs.packing import packed_bytes
 from kvfold.codecs.packing import unpack as unpack_plain
 from kvfold.codecs.rotated import RotatedCode
-from kvfold.kernels import around_records
+from kvfold.kernels import around_records, pack_records
 from kvfold.kernels.around_records import Basis, Rotations, Turned
 from kvfold.kernels.dense_decode import Exact
+from kvfold.kernels.pack_records import Codes, Numbers, Tokens
 from kvfold.kernels.records import Records, Run, book
 from kvfold.kernels.reference import Part
 from kvfold.stores.base import AttendContext, Store
@@ -62,14 +63,8 @@ class RecordedStore(ReadsRecords, RotatedStore):
         if store.buffers["value_norms"].dtype == torch.bfloat16:
             return None
         constants = {name: x for name, x in store.buffers.items() if name not in RotatedStore.per_token}
-        keys, values = (
-            _unpacked(store.buffers[f"{name}_codes"], codes)
-            for name, codes in (("key", store.layout.keys), ("value", store.layout.values))
-        )
-        coded, mixed, numbers = (_whole(x).flatten(0, 2) for x in (keys, values, _numbers(store)))
-        count = -(-store.tokens // TOKENS)
-        layouts = formats * store.rows
-        records = pack_mixed(coded, mixed, numbers, layouts, [count] * len(layouts))
+        by_kernel = pack_records.problem(store.buffers["key_codes"].device) is None
+        records = (_packed_by_kernel if by_kernel else _packed)(store, formats)
         return cls(store.layout, {**constants, "records": records.view(store.rows, -1), **_scales(store)})
 
     def plain(self) -> RotatedStore:
@@ -270,6 +265,42 @@ def _formats(layout: RotatedLayout) -> list[RecordFormat] | None:
         (value_width, _), *_ = value.groups
         formats.append(RecordFormat(by_tile, value_width, key.scales, True, layout.norm_bits == 8))
     return formats
+
+
+def _packed_by_kernel(store: RotatedStore, formats: list[RecordFormat]) -> Tensor:
+    """Records (bytes,) of all rows and heads, read from the packed codes as they lie."""
+    buffers = {name: store.buffers[name].contiguous() for name in RotatedStore.per_token}
+    size = buffers["key_norms"].element_size()
+    address = {name: buffer.data_ptr() for name, buffer in buffers.items()}
+    stride = {name: buffer.element_size() * buffer.shape[2] for name, buffer in buffers.items()}
+    runs = []
+    for _ in range(store.rows):
+        at = dict(address)
+        for layout, *codes in zip(formats, store.layout.keys, store.layout.values, strict=True):
+            found: list[list[Codes]] = []
+            numbers = []
+            for name, code in zip(("key", "value"), codes, strict=True):
+                found.append([])
+                for width, channels in code.groups:
+                    found[-1].append(Codes(at[f"{name}_codes"], stride[f"{name}_codes"], width, channels))
+                    at[f"{name}_codes"] += packed_bytes(channels, width)
+                for _ in range(code.scales):
+                    numbers.append(Numbers(at[f"{name}_norms"], stride[f"{name}_norms"]))
+                    at[f"{name}_norms"] += size
+            runs.append(Tokens(layout, store.tokens, found[0], found[1][0], numbers))
+        address = {name: begin + store.tokens * stride[name] for name, begin in address.items()}
+    return pack_records.pack_records(runs, buffers["key_codes"].device)
+
+
+def _packed(store: RotatedStore, formats: list[RecordFormat]) -> Tensor:
+    """As `_packed_by_kernel`, in plain torch."""
+    keys, values = (
+        _unpacked(store.buffers[f"{name}_codes"], codes)
+        for name, codes in (("key", store.layout.keys), ("value", store.layout.values))
+    )
+    coded, mixed, numbers = (_whole(x).flatten(0, 2) for x in (keys, values, _numbers(store)))
+    layouts = formats * store.rows
+    return pack_mixed(coded, mixed, numbers, layouts, [-(-store.tokens // TOKENS)] * len(layouts))
 
 
 def _unpacked(packed: Tensor, codes: tuple[RotatedCode, ...]) -> Tensor:

@@ -31,23 +31,24 @@ from kvfold.stores.ragged import position_dtype
 
 def encode(
     keys: Tensor, values: Tensor, grades: Tensor, layout: GradedLayout, frame: Frame, rotary: Rotary | None
-) -> dict[str, Tensor]:
-    """Buffers of a `GradedStore`; arguments as for its `encode`."""
+) -> tuple[dict[str, Tensor], list[list[list[int]]]]:
+    """Buffers of a `GradedStore`, and its counts as the host has them; arguments as for its `encode`."""
     count = frame.value_bits.shape[-1]
     ordered, order = torch.sort(grades, dim=-1, stable=True)
     edges = torch.arange(1, count + 4, dtype=grades.dtype, device=grades.device)
     ends = torch.searchsorted(ordered, edges.expand(*grades.shape[:2], -1).contiguous(), out_int32=True)
     counts = ends[..., 1:] - ends[..., :-1]
+    host_counts: list[list[list[int]]] = counts.tolist()
     rows = [
         _encode_row(keys[row], values[row], order[row], counts[row], own, layout, frame, row, rotary)
-        for row, own in enumerate(counts.tolist())
+        for row, own in enumerate(host_counts)
     ]
     buffers = (
         rows[0] if len(rows) == 1 else {name: torch.cat([one[name] for one in rows]) for name in rows[0]}
     )
     buffers["positions"] = buffers["positions"].to(position_dtype(layout.tokens))
     buffers["counts"] = counts
-    return buffers
+    return buffers, host_counts
 
 
 def _encode_row(

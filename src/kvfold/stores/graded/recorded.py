@@ -20,8 +20,9 @@ from torch import Tensor
 from kvfold.codecs import lookup
 from kvfold.codecs.codebook import COMMON_UNIT, common_levels, decode
 from kvfold.codecs.fragments import MOST_TILES, TILE, TOKENS, WIDTHS, Coded, RecordFormat, pack_mixed, unpack
-from kvfold.kernels import around_records
+from kvfold.kernels import around_records, pack_records
 from kvfold.kernels.around_records import Basis, Rotations, Turned
+from kvfold.kernels.pack_records import Codes, Numbers, Tokens
 from kvfold.kernels.ragged_decode import Ragged
 from kvfold.kernels.records import BOOK, Records, Run, book
 from kvfold.kernels.reference import Part, merge, softmax_part
@@ -68,41 +69,30 @@ class RecordedGradedStore(ReadsRecords, GradedStore):
     @classmethod
     def of(cls, store: GradedStore) -> RecordedGradedStore | None:
         """The same content as records, or None where records cannot hold it: fine tokens, other widths, parts of tiles."""
-        counts = store.buffers["counts"].tolist()
-        runs = _runs(store, counts)
+        runs = _runs(store, store.counts)
         if runs is None:
             return None
-        names = ("keys", "values", "magnitudes", *PER_TOKEN[1:])
-        parts: dict[str, list[Tensor]] = {name: [] for name in names}
-        for row, (part, row_counts) in enumerate(zip(store._rows, counts, strict=True)):
-            keys, values = _codes(store, row, row_counts)
-            parts["keys"].append(keys)
-            parts["values"].append(values)
-            parts["magnitudes"].append(part.buffers["magnitudes"])
-            for where in part.heads:
-                positions = part.buffers["positions"][where.first : where.first + where.tokens].int()
-                coded, exact = positions.split([where.coded, where.tokens - where.coded])
-                parts["positions"].append(coded)
-                parts["exact_positions"].append(exact)
-                parts["exact_keys"].append(part.buffers["exact_keys"][where.exact])
-                parts["exact_values"].append(part.buffers["exact_values"][where.exact])
-        every = [run for own in runs for run in own]
-        slots, count = _slots(every, store.frame.order.device), TOKENS * sum(run.records for run in every)
-        buffers = {name: torch.cat(pieces) for name, pieces in parts.items()}
-        for name in ("keys", "values", "magnitudes", "positions"):
-            own = buffers[name]
-            buffers[name] = own.new_zeros(count, *own.shape[1:]).index_copy_(0, slots, own)
-        codes, sizes = (buffers.pop("keys"), buffers.pop("values")), buffers.pop("magnitudes")[:, None]
-        buffers["records"] = pack_mixed(
-            *codes, sizes, [run.layout for run in every], [run.records for run in every]
-        )
-        buffers["counts"] = store.buffers["counts"]
-        whole = cls(store.layout, store.frame, {**buffers, **_constants(store)})
+        every, buffers = [run for own in runs for run in own], store.buffers
+        device, sizes = buffers["positions"].device, []
+        for row in store.counts:
+            for head in row:
+                sizes += [sum(head[:-2]), head[-1]]
+        positions = buffers["positions"].int().split(sizes)
+        by_kernel = pack_records.problem(device) is None
+        records = _packed_by_kernel(store, runs) if by_kernel else _packed(store, every)
+        made = {
+            "records": records,
+            "positions": _in_slots(torch.cat([*positions[::2]]), every),
+            "exact_positions": torch.cat([*positions[1::2]]),
+            **{name: buffers[name] for name in ("exact_keys", "exact_values", "counts")},
+            **_constants(store),
+        }
+        whole = cls(store.layout, store.frame, made, store.counts)
         return whole._seen(store.tokens, store.real_tokens)
 
     def plain(self) -> GradedStore:
         """The store that this one was made of."""
-        layout, frame, counts = self.layout, self.frame, self._counts
+        layout, frame, counts = self.layout, self.frame, self.counts
         key_counts, value_bits = frame.grades
         names = ("positions", "key_codes", "value_codes", "magnitudes", "exact_keys", "exact_values")
         parts: dict[str, list[Tensor]] = {name: [] for name in names}
@@ -139,13 +129,12 @@ class RecordedGradedStore(ReadsRecords, GradedStore):
         return super().to(device) if torch.device(device).type == "cuda" else self.plain().to(device)
 
     def _cut(self) -> None:
-        self._counts: list[list[list[int]]] = self.buffers["counts"].tolist()
-        runs = _runs(self, self._counts)
+        runs = _runs(self, self.counts)
         if runs is None:
             raise ValueError("the counts and widths of a recorded store are none that records can hold")
         self._runs = runs
         every = [run for own in runs for run in own]
-        exact = sum(head[-1] for row in self._counts for head in row)
+        exact = sum(head[-1] for row in self.counts for head in row)
         expected = {
             "records": sum(run.nbytes for run in every),
             "positions": TOKENS * sum(run.records for run in every),
@@ -158,7 +147,7 @@ class RecordedGradedStore(ReadsRecords, GradedStore):
                 raise ValueError(f"{name} has {self.buffers[name].shape[0]} entries, the counts say {size}")
         slots = (TOKENS * sum(run.records for run in own) for own in runs)
         self._first_slot = [*accumulate(slots, initial=0)]
-        self._first_exact = [*accumulate((head[-1] for row in self._counts for head in row), initial=0)]
+        self._first_exact = [*accumulate((head[-1] for row in self.counts for head in row), initial=0)]
 
     @staticmethod
     def problem(store: GradedStore) -> str | None:
@@ -190,7 +179,7 @@ class RecordedGradedStore(ReadsRecords, GradedStore):
     @cached_property
     def _exact_tokens(self) -> Ragged:
         keys, values = self.buffers["exact_keys"], self.buffers["exact_values"]
-        sizes = tuple(head[-1] for row in self._counts for head in row)
+        sizes = tuple(head[-1] for row in self.counts for head in row)
         bias = None
         if self.tokens < self.layout.tokens:
             gone = self.buffers["exact_positions"] >= self.tokens
@@ -360,10 +349,51 @@ def _runs(store: GradedStore, counts: list[list[list[int]]]) -> list[tuple[Run, 
 
 
 def _slots(runs: Sequence[Run], device: torch.device) -> Tensor:
-    """Where the tokens of runs lie among the places of their records, (tokens,) int64."""
-    firsts = accumulate((TOKENS * run.records for run in runs), initial=0)
-    pieces = [torch.arange(first, first + run.tokens) for first, run in zip(firsts, runs)]
-    return torch.cat([torch.arange(0), *pieces]).to(device)
+    """Where the tokens of runs lie among the places of their records, (tokens,) int64; nothing waits for the device."""
+    gap, gaps = 0, []
+    for run in runs:
+        gaps.append([gap, run.tokens])
+        gap += TOKENS * run.records - run.tokens
+    table = torch.tensor(gaps, dtype=torch.int64).view(-1, 2)
+    table = table if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)
+    count = sum(run.tokens for run in runs)
+    before = table[:, 0].repeat_interleave(table[:, 1], output_size=count)
+    return before + torch.arange(count, device=device)
+
+
+def _in_slots(x: Tensor, runs: Sequence[Run]) -> Tensor:
+    """What each token of runs has, at its place in their records; 0 where there is no token."""
+    places = x.new_zeros(TOKENS * sum(run.records for run in runs), *x.shape[1:])
+    return places.index_copy_(0, _slots(runs, x.device), x)
+
+
+def _packed_by_kernel(store: GradedStore, runs: list[tuple[Run, ...]]) -> Tensor:
+    """Records (bytes,) of all runs of each row and head, read from the packed codes as they lie."""
+    found = []
+    for index, (row, counts) in enumerate(zip(store._rows, store.counts, strict=True)):
+        places: tuple[dict[tuple[int, int], list[Codes]], ...] = ({}, {})
+        for of, name, sections in zip(places, ("key_codes", "value_codes"), row.sections, strict=True):
+            address = row.buffers[name].data_ptr()
+            for one in sections:
+                codes = Codes(address, one.row_bytes, one.width, one.channels, one.width in lookup.NEIGHBOURS)
+                of.setdefault((one.head, one.start), []).append(codes)
+                address += one.nbytes
+        magnitude = row.buffers["magnitudes"].data_ptr()
+        for head in range(len(counts)):
+            start = 0
+            for run in runs[index * len(counts) + head]:
+                keys, (values,) = places[0].get((head, start), ()), places[1][head, start]
+                found.append(Tokens(run.layout, run.tokens, keys, values, [Numbers(magnitude, 1)]))
+                start, magnitude = start + run.tokens, magnitude + run.tokens
+    return pack_records.pack_records(found, store.frame.order.device)
+
+
+def _packed(store: GradedStore, runs: list[Run]) -> Tensor:
+    """As `_packed_by_kernel`, in plain torch."""
+    rows = [_codes(store, row, counts) for row, counts in enumerate(store.counts)]
+    keys, values = (_in_slots(torch.cat(part), runs) for part in zip(*rows, strict=True))
+    sizes = _in_slots(store.buffers["magnitudes"], runs)[:, None]
+    return pack_mixed(keys, values, sizes, [run.layout for run in runs], [run.records for run in runs])
 
 
 def _codes(store: GradedStore, row: int, counts: list[list[int]]) -> tuple[Tensor, Tensor]:

@@ -94,30 +94,36 @@ class Row:
         return _blocks(self.buffers["value_codes"], self.sections[1], self.block)
 
 
-def cut(layout: GradedLayout, frame: Frame, buffers: Mapping[str, Tensor], block: int) -> list[Row]:
-    """Views of each row; blocks of codes have at most `block` bytes, if one token has no more.
+def cut(
+    layout: GradedLayout,
+    frame: Frame,
+    buffers: Mapping[str, Tensor],
+    counts: list[list[list[int]]],
+    block: int,
+) -> list[Row]:
+    """Views of each row, which `counts` cut (rows, kv_heads, grades + 2); blocks of codes have at most `block` bytes, if one token has no more.
 
     Raises
     ------
     ValueError
         Buffers and counts disagree.
     """
-    if len(layout.shifts) != len(layout.real_tokens) or len(buffers["counts"]) != len(layout.real_tokens):
+    if len(layout.shifts) != len(layout.real_tokens) or len(counts) != len(layout.real_tokens):
         raise ValueError("counts, shifts and real_tokens disagree on the number of rows")
     cursor = Cursor({name: buffer for name, buffer in buffers.items() if name != "counts"})
     key_counts, value_bits = frame.grades
     rows = []
-    for row, counts in enumerate(buffers["counts"].tolist()):
+    for row, own_counts in enumerate(counts):
         starts = dict(cursor.at)
         sections = (
-            key_sections(layout.widths, counts, key_counts[row]),
-            value_sections(layout.value_dim, counts, value_bits[row]),
+            key_sections(layout.widths, own_counts, key_counts[row]),
+            value_sections(layout.value_dim, own_counts, value_bits[row]),
         )
         for name, own in zip(("key_codes", "value_codes"), sections, strict=True):
             cursor.take(name, sum(section.nbytes for section in own))
         heads = []
         first = fine = exact = 0
-        for *graded, fine_count, exact_count in counts:
+        for *graded, fine_count, exact_count in own_counts:
             coded = sum(graded)
             heads.append(
                 Head(first, coded, slice(fine, fine + fine_count), slice(exact, exact + exact_count))

@@ -38,6 +38,9 @@ class GradedStore(RaggedStore):
         "exact_values" (exact, dim). All by row, then (codes only) by width, widest first, then by head, grade and
         position.
 
+    counts : list, optional
+        "counts" as the host knows them; fetched if not given.
+
     Raises
     ------
     ValueError
@@ -69,8 +72,16 @@ class GradedStore(RaggedStore):
     block = 1 << 16
     """Bytes of codes decoded at a time."""
 
-    def __init__(self, layout: GradedLayout, frame: Frame, buffers: Mapping[str, Tensor]):
+    def __init__(
+        self,
+        layout: GradedLayout,
+        frame: Frame,
+        buffers: Mapping[str, Tensor],
+        counts: list[list[list[int]]] | None = None,
+    ):
         self.layout, self.frame, self.buffers = layout, frame, dict(buffers)
+        # To ask a GPU is to wait for it.
+        self.counts: list[list[list[int]]] = buffers["counts"].tolist() if counts is None else counts
         self.tokens, self.real_tokens = layout.tokens, layout.real_tokens
         self.kv_heads = frame.order.shape[1]
         self.key_dim, self.value_dim = layout.key_dim, layout.value_dim
@@ -78,7 +89,7 @@ class GradedStore(RaggedStore):
         self._cut()
 
     def _cut(self) -> None:
-        self._rows = cut(self.layout, self.frame, self.buffers, self.block)
+        self._rows = cut(self.layout, self.frame, self.buffers, self.counts, self.block)
 
     @classmethod
     def encode(
@@ -102,10 +113,10 @@ class GradedStore(RaggedStore):
         rotary : Rotary or None
             Needed if the frame has `key_turned`.
         """
-        return cls(layout, frame, encode(keys, values, grades, layout, frame, rotary))
+        return cls(layout, frame, *encode(keys, values, grades, layout, frame, rotary))
 
     def _again(self) -> GradedStore:
-        return type(self)(self.layout, self.frame, self.buffers)
+        return type(self)(self.layout, self.frame, self.buffers, self.counts)
 
     def plain(self) -> GradedStore:
         """The same content in the form that does not hang on a device: itself."""
@@ -233,7 +244,7 @@ class GradedStore(RaggedStore):
         )
         parts: dict[str, list[Tensor]] = {name: [] for name in self.buffers if name != "counts"}
         for row, (own, other) in enumerate(zip(self._rows, following._rows, strict=True)):
-            counts = self.buffers["counts"][row].tolist(), following.buffers["counts"][row].tolist()
+            counts = self.counts[row], following.counts[row]
             mine, theirs = (sizes(layout, self.frame, one, row) for one in counts)
             for name, pieces in parts.items():
                 left, right = own.buffers[name], other.buffers[name]
@@ -247,7 +258,7 @@ class GradedStore(RaggedStore):
         return GradedStore(layout, self.frame, buffers)
 
     def widths(self) -> list[dict[str, dict[int, int]]]:
-        counts = self.buffers["counts"].tolist()
+        counts = self.counts
         key_counts, value_bits = self.frame.grades
         result = []
         for head in range(self.kv_heads):
