@@ -14,28 +14,13 @@ from kvfold.codecs.fragments import RecordFormat
 from kvfold.kernels import around_records, dense_decode, records
 from kvfold.kernels.around_records import Basis, Rotations, Turned
 from kvfold.kernels.dense_decode import Exact
+from kvfold.kernels.position_bias import Circles, in_few_planes
 from tests.kernels.test_records import Case
-from tests.stores.checks import Turn
+from tests.stores.checks import SharingTurn
 
 CUDA = records.problem(torch.device("cuda")) is None
 DEVICE = "cuda" if CUDA else "cpu"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
-
-class SharingTurn(Turn):
-    """As the model's: what it makes is shared by the layers of a step. Its last channels stay, if `still`."""
-
-    def __init__(self, still=0, scale=1.0):
-        self.still, self.scale, self.made = still, scale, {}
-
-    def _turn(self, x, positions, sign):
-        stop = x.shape[-1] - self.still
-        rest = x[..., stop:].float().expand(*torch.broadcast_shapes(x.shape[:-1], positions.shape), -1)
-        turned = super()._turn(x[..., :stop].cpu(), positions.cpu(), sign).to(x.device)
-        return torch.cat([turned, rest], -1) * self.scale
-
-    def shared(self, name, make):
-        return self.made.setdefault(name, make()) if name not in self.made else self.made[name]
 
 
 CASES = [
@@ -77,7 +62,10 @@ def check():
         turned = None
         if shifts is not None:
             rotary = SharingTurn(still=16 if dim == 80 else 0, scale=1.3)
-            turned = Turned(random(rows, heads, dim).half(), rotary, tokens, shifts)
+            vector = random(rows, heads, dim).half()
+            if dim == 128:
+                vector = in_few_planes(vector, rotary)
+            turned = Turned(vector, Circles.of(vector, rotary), rotary, tokens, shifts)
         dtype = torch.float16 if dim == 128 else torch.float32
         query = random(rows, heads * group, queries, dim, dtype=dtype)
         more = {}

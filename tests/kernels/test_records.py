@@ -8,7 +8,19 @@ import torch
 
 from kvfold.codecs.codebook import gaussian_levels
 from kvfold.codecs.fragments import Coded, RecordFormat, pack
-from kvfold.kernels.records import Records, Run, _no_compiler, attend, attend_plain, book, make_plan, problem
+from kvfold.kernels.position_bias import Circles, coarse_pairs, in_few_planes, turned_rows, turns
+from kvfold.kernels.records import (
+    Records,
+    Run,
+    Turning,
+    _no_compiler,
+    attend,
+    attend_plain,
+    book,
+    make_plan,
+    problem,
+)
+from tests.stores.checks import SharingTurn
 
 no_kernel = problem(torch.device("cuda"))
 needs_kernel = pytest.mark.skipif(no_kernel is not None, reason=str(no_kernel))
@@ -217,6 +229,51 @@ def test_kernel_bias(name):
     same(found, case.expected(0.1, same_as), 2e-3)
 
 
+TURNED = [
+    # dim, group, tokens, planes that are not zero, channels that RoPE leaves alone
+    (64, 4, 300, 32, 0),
+    (64, 1, 64, 5, 0),
+    (80, 3, 1000, 16, 16),
+    (128, 4, 5000, 32, 0),
+    (128, 8, 1001, 16, 0),
+    (128, 16, 200, 32, 96),
+    (256, 2, 777, 20, 0),
+]
+
+
+def check_turned(dim, group, tokens, planes, still, device):
+    """Logits of a constant at every token's position, against float64 products with what folding takes out there."""
+    layout = RecordFormat((3,) * (dim // 16), 2)
+    case = Case([[(layout, tokens)]] * 4, group=group, rows=2, seed=dim + group, device=device)
+    rotary = SharingTurn(still=still, scale=1.2)
+    query = torch.randn(2, 2, group, dim, generator=case.generator).to(device)
+    vector = torch.randn(2, 2, dim, generator=case.generator).to(device) * (4 if dim > 64 else 1)
+    vector = in_few_planes(vector, rotary, planes)
+    circles = Circles.of(vector, rotary)
+    assert circles.count == (16 if planes <= 16 or still == 96 else 32)
+    tables = turns(rotary, dim, tokens, 0, query.device)
+    factors = circles.factors(query, vector, tables).flatten(1, 2)
+    turned = torch.stack([turned_rows(own, rotary, tokens, 0) for own in vector])
+    if circles.still is not None:
+        turned = turned - circles.still[:, :, None]
+    logits = torch.zeros(2, 2, -(-tokens // 64) * 64, group, device=device)
+    logits[:, :, :tokens] = (turned.double() @ query.double().transpose(2, 3)).float()
+    turning = Turning(circles, factors, coarse_pairs(tables), tables.fine)
+    found = attend(case.query, case.records, 0.1, turned=turning)
+    same(found, case.expected(0.1, logits.flatten(0, 2)), 2e-3)
+
+
+@pytest.mark.parametrize("dim, group, tokens, planes, still", TURNED)
+def test_turned(dim, group, tokens, planes, still):
+    check_turned(dim, group, tokens, planes, still, "cpu")
+
+
+@needs_kernel
+@pytest.mark.parametrize("dim, group, tokens, planes, still", TURNED)
+def test_kernel_turned(dim, group, tokens, planes, still):
+    check_turned(dim, group, tokens, planes, still, "cuda")
+
+
 @needs_kernel
 def test_kernel_in_a_graph():
     case = Case(**CASES["long"], device="cuda")
@@ -235,7 +292,7 @@ def test_every_record_is_someones():
     """Work lists: each record of each head exactly once, with its format; places of partial results apart."""
     for name in ("grades", "partial", "mixed", "uneven"):
         records = Case(**CASES[name]).records
-        work = make_plan(records, 4, False, 132, 227 * 1024).work
+        work = make_plan(records, 4, False, 0, 132, 227 * 1024).work
         assert work is not None
         found = []
         for block, own in enumerate(work.tolist()):
@@ -266,7 +323,7 @@ def test_blocks_fill_the_gpu(heads, tokens):
     data = torch.empty(0, dtype=torch.uint8).expand(0)
     records = Records.__new__(Records)
     records.data, records.dim, records.runs = data, 128, [(run,)] * heads
-    plan = make_plan(records, 4, False, 132, 227 * 1024)
+    plan = make_plan(records, 4, False, 0, 132, 227 * 1024)
     assert 112 <= plan.blocks <= 132 and plan.work is None
     assert plan.warps * plan.stages * plan.slot_bytes <= 220 * 1024
     rounds = -(-run.records // (plan.common[2] * plan.warps))
@@ -276,11 +333,11 @@ def test_blocks_fill_the_gpu(heads, tokens):
 def test_fake():
     case = Case(**CASES["rows"])
     records = case.records
-    plan = make_plan(records, 4, False, 132, 227 * 1024)
+    plan = make_plan(records, 4, False, 0, 132, 227 * 1024)
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
         query = mode.from_tensor(case.query)
         output, lse = torch.ops.kvfold.attend_records(
-            query, records.data, records.books, None, None, None, plan.arrived, plan.numbers, 0.1
+            query, records.data, records.books, *[None] * 7, plan.arrived, plan.numbers, 0.1, False
         )
     assert output.shape == query.shape and lse.shape == query.shape[:2]
     assert output.dtype == lse.dtype == torch.float32

@@ -26,6 +26,22 @@ class Turn:
         return self._turn(x, positions, -1)
 
 
+class SharingTurn(Turn):
+    """As the model's: what it makes is shared by the layers of a step. Its last channels stay, if `still`."""
+
+    def __init__(self, still=0, scale=1.0):
+        self.still, self.scale, self.made = still, scale, {}
+
+    def _turn(self, x, positions, sign):
+        stop = x.shape[-1] - self.still
+        rest = x[..., stop:].float().expand(*torch.broadcast_shapes(x.shape[:-1], positions.shape), -1)
+        turned = super()._turn(x[..., :stop].cpu(), positions.cpu(), sign).to(x.device)
+        return torch.cat([turned, rest], -1) * self.scale
+
+    def shared(self, name, make):
+        return self.made.setdefault(name, make()) if name not in self.made else self.made[name]
+
+
 def exact(store, query, rows=None, scaling=0.1, rotary=None, softcap=None):
     """float64 attention over the decoded content, query by query."""
     batch, heads, count, _ = query.shape

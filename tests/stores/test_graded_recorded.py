@@ -20,7 +20,7 @@ from kvfold.kernels.reference import attend, merge
 from kvfold.stores import GradedStore, store_from_state
 from kvfold.stores.base import AttendContext
 from kvfold.stores.graded import Frame, GradedLayout, RecordedGradedStore
-from tests.kernels.test_around_records import SharingTurn as Turn
+from tests.stores.checks import SharingTurn as Turn
 from tests.stores.checks import assert_behaves, assert_same, exact
 from tests.tiny import prompt, tiny_model
 

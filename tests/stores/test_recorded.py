@@ -12,8 +12,7 @@ from kvfold.stores import RotatedStore, store_from_state
 from kvfold.stores.base import AttendContext
 from kvfold.stores.recorded import RecordedStore
 from kvfold.stores.rotated import RotatedLayout
-from tests.kernels.test_around_records import SharingTurn
-from tests.stores.checks import Turn, assert_behaves, assert_same
+from tests.stores.checks import SharingTurn, Turn, assert_behaves, assert_same
 
 ROWS, HEADS, TOKENS, DIM = 3, 2, 150, 64
 CODES = {

@@ -1,12 +1,13 @@
 """A decode step over records and exact tokens: what surrounds the kernel of `records`, in few launches, and its plain-torch twin.
 
 A query meets records in the basis of their codes, the mean key's logits are added, and what comes out is turned back and merged
-with exact tokens. On a GPU: one launch for queries, one for the mean key, the records' own, one over exact tokens, one that
-turns back and merges.
+with exact tokens. On a GPU: one launch for queries, the records' own, one over exact tokens, one that turns back and merges; and
+one more for the mean key of tokens that do not lie in order.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,9 +19,17 @@ from torch import Tensor
 
 from kvfold.kernels import dense_decode, ragged_decode, records
 from kvfold.kernels.dense_decode import Exact
-from kvfold.kernels.position_bias import FINE, Turns, position_logits, turns
+from kvfold.kernels.position_bias import (
+    FINE,
+    MOST_PLANES,
+    Circles,
+    Turns,
+    coarse_pairs,
+    position_logits,
+    turns,
+)
 from kvfold.kernels.ragged_decode import Ragged
-from kvfold.kernels.records import Records
+from kvfold.kernels.records import Records, Turning
 from kvfold.kernels.reference import Part, merge
 from kvfold.kernels.reference import attend as attend_exact
 
@@ -86,6 +95,8 @@ class Turned:
     Attributes
     ----------
     vector : (rows, kv_heads, dim)
+    circles : Circles
+        Of `vector`, for the kernels.
     rotary : Rotary
     tokens : int
         Index i is at position i + shift.
@@ -94,6 +105,7 @@ class Turned:
     """
 
     vector: Tensor
+    circles: Circles
     rotary: Rotary
     tokens: int
     shifts: tuple[int, ...]
@@ -149,43 +161,49 @@ def attend(
         with _aside(query.device):
             exact_part = _exact_partials(query, exact, tail, scaling)
     turned_to = query.new_empty(rows, heads * queries, dim, dtype=torch.float32)
-    factors, tables, shifted = query, None, (query, query)
+    factors, tables, shifted, planes = query, None, (query, query), 0
     if turned is not None:
-        tables = turns(turned.rotary, dim, turned.tokens, 0, query.device)
-        factors = torch.empty_like(turned_to)
+        tables, planes = turns(turned.rotary, dim, turned.tokens, 0, query.device), turned.circles.count
+        factors = turned_to.new_empty(rows, heads * queries, planes, 2)
         if any(turned.shifts):
             shifted = _shifted(turned, dim, query.device)
     order, turn, back = basis.order, basis.turn, basis.turn_back
     ways: dict[str, Any] = dict(GROUP=group, GROUP_UP=max(16, _power(group)), DIM=dim, DIM_UP=up)
-    kernels.prepare[(-(-dim // CHANNELS), coded.kv_heads, rows)](
+    inside = hidden is None and coded.positions is None and planes <= MOST_PLANES
+    kernels.prepare[(-(-max(dim, planes) // CHANNELS), coded.kv_heads, rows)](
         query, turned_to, factors, query if order is None else order, basis.scale,
         *((query, query) if turn is None else (turn.matrices, turn.which)),
-        *((query,) * 3 if turned is None or tables is None else (turned.vector, tables.partner, tables.first)),
+        *((query,) * 2 if turned is None else (turned.vector, turned.circles.channels)),
         *shifted, scaling, 1.0 if tables is None else tables.scale,
-        ORDER=order is not None, ROTATED=turn is not None, TURNED=turned is not None,
-        SHIFTED=shifted[0] is not query, BLOCK=CHANNELS, num_warps=4, **ways,
+        ORDER=order is not None, ROTATED=turn is not None, PLANES=planes, REAL=0 if turned is None else turned.circles.real,
+        SHIFTED=shifted[0] is not query, EARLY=not INTERPRETED and query.is_cuda, BLOCK=CHANNELS, num_warps=4, **ways,
     )  # fmt: skip
     bias = None
     slots = max(coded.slots) if coded.positions is None else 0 if turned is None else turned.tokens
-    if tables is not None:
+    if turned is not None and tables is not None and not inside:
         bias = turned_to.new_empty(rows, coded.kv_heads, slots, group)
         coarse = max(1, 64 // group)
         kernels.position_bias[(-(-slots // (FINE * coarse)), coded.kv_heads * rows)](
-            factors, tables.partner, tables.coarse_cos, tables.coarse_sin, _halves(turned, tables), bias,
+            factors, turned.circles.channels, _pairs(turned, tables), tables.fine, bias,
             len(tables.coarse_cos), slots,
-            GROUP=group, DIM=dim, COARSE=coarse, M=max(16, _power(coarse * group)), FINE=FINE, BLOCK=32, num_warps=8,
+            tables.fine.shape[1], GROUP=group, DIM=dim, PLANES=planes, COARSE=coarse, M=max(16, _power(coarse * group)), FINE=FINE, num_warps=4,
         )  # fmt: skip
     if hidden is not None:
         if bias is None:
             bias = turned_to.new_zeros(rows, coded.kv_heads, max(slots, hidden.shape[1]), group)
         bias[:, :, : hidden.shape[1]].masked_fill_(hidden[:, None, :, None], -torch.inf)
-    mixed, sums = records.attend(turned_to, coded, 1.0, _placed(bias, coded))
+    told = None
+    if turned is not None and tables is not None and inside:
+        told = Turning(turned.circles, factors, _pairs(turned, tables), tables.fine)
+    mixed, sums = records.attend(turned_to, coded, 1.0, _placed(bias, coded), told, early=bias is None)
     partial, partial_lse = (mixed, sums) if exact_part is None else exact_part
     _joined(query.device)
     output = query.new_empty(rows, heads, queries, dim, dtype=dtype)
     lse = sums.new_empty(rows, heads, queries)
     earlier = (mixed, sums) if before is None else tuple(part.contiguous() for part in before)
     key_mean, value_mean = basis.key_mean, basis.value_mean
+    if turned is not None and turned.circles.still is not None:
+        key_mean = turned.circles.still if key_mean is None else turned.circles.still + key_mean.float()
     kernels.finish[(-(-dim // CHANNELS), coded.kv_heads, rows)](
         mixed, sums, partial, partial_lse, *earlier, query, output, lse, basis.value_scale,
         *((query, query) if back is None else (back.matrices, back.which)),
@@ -292,19 +310,14 @@ def _placed(bias: Tensor | None, coded: Records) -> Tensor | None:
 
 
 CHANNELS = 16
-"""Channels of an output that one program makes."""
+"""Channels of an output, and planes, that one program makes."""
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def _halves(turned: Turned | None, tables: Turns) -> Tensor:
-    """The table of fine turns as the sum of two of 16 bits, (2, FINE, dim)."""
-    assert turned is not None
-
-    def make() -> Tensor:
-        whole = tables.fine[:, : len(tables.partner)]
-        rough = whole.half()
-        return torch.stack([rough, (whole - rough.float()).half()])
-
-    found: Tensor = turned.rotary.shared(("fine halves", len(tables.partner), tables.fine.device), make)
+def _pairs(turned: Turned, tables: Turns) -> Tensor:
+    """`coarse_pairs`, which all layers share."""
+    name = ("coarse pairs", len(tables.partner), turned.tokens, tables.fine.device)
+    found: Tensor = turned.rotary.shared(name, lambda: coarse_pairs(tables))
     return found
 
 

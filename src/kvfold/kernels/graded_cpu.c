@@ -16,7 +16,8 @@
 #define SHUFFLES 1
 #endif
 
-enum { LANES = 16, TILE = 16, PIECE = 256, FINE = 128, MAX_DIM = 256, MAX_QUERIES = 16, STRIDE = MAX_DIM + LANES };
+// FINE: as in position_bias.py.
+enum { LANES = 16, TILE = 16, PIECE = 256, FINE = 64, MAX_DIM = 256, MAX_QUERIES = 16, STRIDE = MAX_DIM + LANES };
 
 typedef float vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 

@@ -10,6 +10,7 @@ attention puts back.
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -19,12 +20,99 @@ from torch.nn.functional import pad
 if TYPE_CHECKING:
     from kvfold.stores.base import Rotary
 
-FINE = 128
-"""Positions between coarse turns."""
+FINE = 64
+"""Positions between coarse turns: as many as a record has tokens (`codecs.fragments`)."""
+MOST_PLANES = 32
+"""Planes that a constant taken out of keys is turned in (`in_few_planes`)."""
 LANES = 16
 """Columns of the table of fine turns are a multiple, for the C loop."""
 
 _planes: weakref.WeakKeyDictionary[Rotary, dict[int, tuple[int, ...] | None]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Circles:
+    """The planes in which constants of a layer's heads turn, as many for each head.
+
+    Attributes
+    ----------
+    channels : (rows, kv_heads, planes, 2) int32
+        First and second channel of each, ascending. A multiple of 16 of them.
+    real : int
+        As many are planes, those after them only there for the multiple.
+    still : (rows, kv_heads, key_dim) float32 or None
+        What RoPE leaves alone of the constants, the model's factor in; None where it turns every channel.
+    """
+
+    channels: Tensor
+    real: int
+    still: Tensor | None
+
+    @property
+    def count(self) -> int:
+        """Planes of a head."""
+        return self.channels.shape[2]
+
+    @staticmethod
+    def of(vector: Tensor, rotary: Rotary) -> Circles:
+        """Of constants (rows, kv_heads, key_dim): every plane that is not zero in all heads. Waits for the device.
+
+        Raises
+        ------
+        ValueError
+            RoPE does not turn planes of two channels.
+        """
+        dim = vector.shape[-1]
+        t = turns(rotary, dim, 0, 0, vector.device)
+        channel = torch.arange(dim, device=vector.device)
+        vector, alone = vector.float() * t.scale, t.partner == channel
+        first = channel[t.first & ~alone]
+        energy = vector[..., first].square() + vector[..., t.partner[first]].square()
+        count = max(1, int((energy > 0).sum(-1).max()))
+        count = max(16, -(-count // 16) * 16)
+        real = min(count, len(first))
+        chosen = first[pad(energy.topk(real).indices.sort().values, (0, count - real))]
+        still = vector * alone if bool(alone.any()) else None
+        return Circles(torch.stack([chosen, t.partner[chosen]], -1).int(), real, still)
+
+    def factors(self, query: Tensor, vector: Tensor, t: Turns) -> Tensor:
+        """Of each plane's cosine and sine (rows, kv_heads, n, planes, 2), for queries (rows, kv_heads, n, key_dim)."""
+        first, second = self.channels.long().unbind(-1)
+        a, b = (vector.float().gather(-1, at)[:, :, None] * t.scale for at in (first, second))
+        x, y = (query.gather(-1, at[:, :, None].expand(*query.shape[:3], -1)) for at in (first, second))
+        a, b = (part.where(torch.arange(self.count, device=a.device) < self.real, 0) for part in (a, b))
+        return torch.stack([x * a + y * b, y * a - x * b], -1)
+
+    def logits(self, factors: Tensor, coarse: Tensor, fine: Tensor, tokens: int) -> Tensor:
+        """(rows, kv_heads, n, tokens) at the positions of the tables (`coarse_pairs`, `Turns.fine`), from 0 on."""
+        first, second = self.channels.long().unbind(-1)
+        index = torch.arange(tokens, device=factors.device)
+        far, near = index // FINE, index % FINE
+        cos, sin = coarse.transpose(0, 1)[first].unbind(-1)  # (rows, kv_heads, planes, coarse)
+        near_cos, near_sin = fine.t()[first], fine.t()[second]
+        whole_cos = cos[..., far] * near_cos[..., near] - sin[..., far] * near_sin[..., near]
+        whole_sin = sin[..., far] * near_cos[..., near] + cos[..., far] * near_sin[..., near]
+        return factors[..., 0] @ whole_cos + factors[..., 1] @ whole_sin
+
+
+def in_few_planes(vector: Tensor, rotary: Rotary, most: int = MOST_PLANES) -> Tensor:
+    """A constant (..., key_dim) with nothing in all but the planes in which it is largest; all of it that RoPE leaves alone.
+
+    What is left out stays in the keys, which a few weak planes hardly make larger, and a kernel has less to add.
+    """
+    partners = planes(rotary, vector.shape[-1], vector.device)
+    if partners is None:
+        return vector
+    partner, channel = (
+        torch.tensor(partners, device=vector.device),
+        torch.arange(len(partners), device=vector.device),
+    )
+    first = channel[channel < partner]
+    if len(first) <= most:
+        return vector
+    energy = vector[..., first].float().square() + vector[..., partner[first]].float().square()
+    weak = first[energy.argsort(-1, descending=True)[..., most:]]
+    return vector.scatter(-1, weak, 0).scatter(-1, partner[weak], 0)
 
 
 class Turns(NamedTuple):
@@ -41,7 +129,7 @@ class Turns(NamedTuple):
     fine_sin: Tensor
     """(FINE, key_dim)"""
     fine: Tensor
-    """(FINE, key_dim padded to LANES): cosines at first channels, sines at second ones"""
+    """(FINE, key_dim padded to LANES): cosines at first channels, sines at second ones; rounded to halves (`fine_rows`)"""
     scale: float
     """The model's factor on every turned vector, not in the tables"""
 
@@ -103,7 +191,7 @@ def _turns(rotary: Rotary, dim: int, tokens: int, shift: int, device: torch.devi
 
     _, coarse_cos, coarse_sin = at(torch.arange(shift, shift + max(tokens, 1), FINE, device=device))
     table, fine_cos, fine_sin = at(torch.arange(FINE, device=device))
-    fine = pad(table, (0, -dim % LANES))
+    fine = pad(_to_halves(table), (0, -dim % LANES))
     return Turns(partner, first, coarse_cos, coarse_sin, fine_cos, fine_sin, fine, rotary.scale)
 
 
@@ -111,10 +199,21 @@ def fine_rows(vector: Tensor, t: Turns) -> tuple[Tensor, Tensor]:
     """The constant (kv_heads, key_dim) at the fine turns, and its planes' other channels: (kv_heads, FINE, key_dim) each.
 
     At position `coarse * FINE + fine` it is the first times the coarse cosines plus the second times the coarse sines.
+    Cosines and sines of fine turns are rounded to halves: what is taken out and put back need not be RoPE's to the last bit,
+    only the same, and products take halves as they are.
     """
     near = vector[:, None] * t.scale
-    near = near * t.fine_cos + near[..., t.partner] * t.fine_sin
+    near = near * _to_halves(t.fine_cos) + near[..., t.partner] * _to_halves(t.fine_sin)
     return near, near[..., t.partner]
+
+
+def coarse_pairs(t: Turns) -> Tensor:
+    """Cosines and sines of the coarse turns at first channels, (coarse, key_dim, 2)."""
+    return torch.stack([t.coarse_cos, t.coarse_sin[:, t.partner]], -1)
+
+
+def _to_halves(x: Tensor) -> Tensor:
+    return x.half().float()
 
 
 def turned_rows(

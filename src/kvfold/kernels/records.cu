@@ -7,8 +7,11 @@
 //  * Every warp has a ring of records in shared memory, filled by bulk copies; no barrier of the block in the loop. Records are dealt out in turn.
 //  * The reference of the softmax moves only when a warp's sum of weights passes 10^24, far below what a float holds.
 //  * One launch: the last block of a (row, KV head) merges what the others found.
-//  * Logit biases lie in the order of the records and are copied with them, or are looked up by each token's position.
-// Compiled for one HEAD_DIM, SETS of four query heads, WARPS a block, and no BIAS (0), one beside the records (1) or by position (2).
+//  * Logit biases lie in the order of the records and are copied with them, or are looked up by each token's position, or are those of a
+//    vector that RoPE turns: S += [fine turns of the record's 64 tokens] [factors of the queries, turned back to the record's first], the
+//    latter as sums of two numbers of 16 bits.
+// Compiled for one HEAD_DIM, SETS of four query heads, WARPS a block, and no BIAS (0), one beside the records (1), by position (2), or of
+// as many planes of a turned vector (16, 32).
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #include <stdint.h>
@@ -17,6 +20,7 @@
 
 constexpr int TILES = HEAD_DIM / 16, HEADS = SETS * 4, TOKENS = 64, THREADS = WARPS * 32;
 constexpr int TILE_BYTES = TOKENS * 16 / 8, BOOK = 32, MOST_SPLITS = 128;
+constexpr int PLANES = BIAS > 2 ? BIAS : 0, STEPS = PLANES / 8;
 constexpr int PASSES = (HEAD_DIM + 127) / 128, HEADS_A_WARP = (HEADS + WARPS - 1) / WARPS;
 constexpr uint32_t LOW_ONES = TILES >= 8 ? 0x11111111u : ((1u << 4 * (TILES & 7)) - 1) / 15, HIGH_ONES = TILES > 8 ? 0x11111111u >> 4 * (16 - TILES) : 0;
 constexpr float NOTHING = -1e30f, FAR = 1e24f;
@@ -37,12 +41,16 @@ struct Problem {
   const Work* work;       // (blocks,) or null: all row heads have the same runs
   const float* bias;      // BIAS 1: (places, group); 2: (row heads, bias_stride, group)
   const int* positions;   // BIAS 2: (places,), an index of the bias
+  const float2* factors;  // PLANES: (row heads, group, PLANES), of the cosine and the sine of a token's place in its head
+  const int2* channels;   // PLANES: (row heads, PLANES), the first and second channel of each plane
+  const float2* coarse;   // PLANES: (turns, HEAD_DIM), cosine and sine at every 64th token, at first channels
+  const float* fine;      // PLANES: (64, fine_stride), halves; cosines at first channels and sines at second ones
   float* partial;         // (slots, group, HEAD_DIM)
   float2* partial_sums;   // (slots, group): reference, sum
   int* arrived;           // (row heads,), zero between launches
   float* output;          // (row heads, group, HEAD_DIM)
   float* lse;             // (row heads, group)
-  int group, slot_bytes, stages, bias_stride;
+  int group, slot_bytes, stages, bias_stride, fine_stride;
   float scaling;          // times log2(e)
   Work common;            // where work is null
 };
@@ -80,6 +88,12 @@ DEVICE float4 global128(const float* p) {   // volatile: stays ahead of the bulk
   asm volatile("ld.global.nc.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p));
   return v;
 }
+DEVICE float2 global64(const float2* p) {   // volatile: ahead of the wait for a record
+  float2 v;
+  asm volatile("ld.global.nc.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(p));
+  return v;
+}
+DEVICE void wait_for_launch_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 template <bool SIGNED> DEVICE void mma_keys(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t b) {
   if (SIGNED) asm volatile("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};" : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a0), "r"(a1), "r"(b));
   else asm volatile("mma.sync.aligned.m16n8k16.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};" : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a0), "r"(a1), "r"(b));
@@ -90,6 +104,14 @@ DEVICE void mma_keys_twice(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, u
 template <bool SIGNED> DEVICE void mma_values(int (&c)[4], const uint32_t* a, uint32_t b0, uint32_t b1) {
   if (SIGNED) asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.u8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   else asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+DEVICE void mma_turns(float (&c)[4], const uint4& a, const uint32_t (&b)[2]) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b[0]), "r"(b[1]));
+}
+DEVICE uint32_t halves(float x, float y) { const __half2 h = __floats2half2_rn(x, y); return *reinterpret_cast<const uint32_t*>(&h); }
+DEVICE uint32_t rests(float x, float y) {   // what `halves` leaves, in halves
+  const float2 near = __half22float2(__floats2half2_rn(x, y));
+  return halves(x - near.x, y - near.y);
 }
 DEVICE float exp2_fast(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 DEVICE float log2_fast(float x) { float y; asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
@@ -232,6 +254,11 @@ struct Shared {   // behind the rings
   int sums[HEADS][TILES];            // of the query's integers
   float scales[HEADS][TILES];        // of the tile's group
   __align__(16) uint8_t books[(TILES + 1) * BOOK];
+#if BIAS > 2
+  __align__(16) uint32_t near[4][STEPS][32][4];   // fine turns as the left operand: sixteen tokens, eight planes
+  float2 factors[HEADS][PLANES];
+  int firsts[PLANES];
+#endif
   int last;
 };
 
@@ -265,7 +292,21 @@ __global__ void __launch_bounds__(THREADS) attend(const Problem p) {
     bulk_copy(ring_at + stage * p.slot_bytes, source + (size_t)i * step * record_bytes, record_bytes, barriers + 8 * stage, policy);
   };
 
-  // Queries of the heads that this warp prepares, and the books, before the records.
+  const uint8_t* books = p.books + (size_t)w.head * (TILES + 1) * BOOK;
+  const float4 book = threadIdx.x < (TILES + 1) * BOOK / 16 ? global128((const float*)books + threadIdx.x * 4) : float4{0, 0, 0, 0};
+  const int own = lane < TILES ? __ldg(books + lane * BOOK + 30) : -1;    // the group of tile `lane`
+#if BIAS == 1
+  wait_for_launch_before();
+#endif
+  if (lane < p.stages) {
+    barrier_init(barriers + 8 * lane);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    if (lane < count) fetch(lane, lane);
+  }
+  // What a launch before this one may still be writing: queries of the heads that this warp prepares, biases, factors.
+#if BIAS != 1
+  wait_for_launch_before();
+#endif
   float x[HEADS_A_WARP][PASSES][4];
 #pragma unroll
   for (int k = 0; k < HEADS_A_WARP; k++)
@@ -275,14 +316,6 @@ __global__ void __launch_bounds__(THREADS) attend(const Problem p) {
       const float4 v = h < p.group && channel < HEAD_DIM ? global128(p.query + ((size_t)w.head * p.group + h) * HEAD_DIM + channel) : float4{0, 0, 0, 0};
       x[k][i][0] = v.x; x[k][i][1] = v.y; x[k][i][2] = v.z; x[k][i][3] = v.w;
     }
-  const uint8_t* books = p.books + (size_t)w.head * (TILES + 1) * BOOK;
-  const float4 book = threadIdx.x < (TILES + 1) * BOOK / 16 ? global128((const float*)books + threadIdx.x * 4) : float4{0, 0, 0, 0};
-  const int own = lane < TILES ? __ldg(books + lane * BOOK + 30) : -1;    // the group of tile `lane`
-  if (lane < p.stages) {
-    barrier_init(barriers + 8 * lane);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    if (lane < count) fetch(lane, lane);
-  }
   __syncwarp();
   const int after = __shfl_down_sync(~0u, own, 1);
   const uint32_t ends = __ballot_sync(~0u, lane < TILES && own != after);   // last tiles of groups
@@ -328,6 +361,22 @@ __global__ void __launch_bounds__(THREADS) attend(const Problem p) {
     }
   }
   if (threadIdx.x < (TILES + 1) * BOOK / 16) reinterpret_cast<float4*>(sh.books)[threadIdx.x] = book;
+#if BIAS > 2
+  const int2* channels = p.channels + (size_t)w.head * PLANES;
+  if (threadIdx.x < PLANES) sh.firsts[threadIdx.x] = __ldg(channels + threadIdx.x).x;
+  for (int k = threadIdx.x; k < HEADS * PLANES; k += THREADS) {
+    const int h = k / PLANES;
+    float2 f = {0.f, 0.f};
+    if (h < p.group) f = __ldg(p.factors + (size_t)w.head * p.group * PLANES + k);
+    sh.factors[h][k - h * PLANES] = {f.x * 1.4426950408889634f, f.y * 1.4426950408889634f};
+  }
+  for (int k = threadIdx.x; k < 4 * STEPS * 128; k += THREADS) {   // register r of a lane
+    const int r = k & 3, of = k >> 2 & 31, step_of = k / 128 % STEPS, tile = k / 128 / STEPS;
+    const int2 channel = __ldg(channels + step_of * 8 + (r >> 1) * 4 + (of & 3));
+    const float* row = p.fine + (tile * 16 + (r & 1) * 8 + (of >> 2)) * p.fine_stride;
+    sh.near[tile][step_of][of][r] = halves(__ldg(row + channel.x), __ldg(row + channel.y));
+  }
+#endif
   __syncthreads();
 
   float o[SETS][TILES][2], m[SETS], l[SETS], offset[SETS];
@@ -362,20 +411,55 @@ __global__ void __launch_bounds__(THREADS) attend(const Problem p) {
   if (count) { places(0); biases(); }
   if (count > 1) places(1);
 #endif
+#if BIAS > 2
+  const uint32_t near_at = address(sh.near) + lane * 16;
+  float2 turns[2 * STEPS];
+  auto turn = [&](int i) {   // of planes t, t + 4, ... to the first token of a record
+    const float2* from = p.coarse + (size_t)(start + i * step) * HEAD_DIM;
+#pragma unroll
+    for (int k = 0; k < 2 * STEPS; k++) turns[k] = global64(from + sh.firsts[4 * k + t]);
+  };
+#endif
   for (int i = 0; i < count; i++) {
+#if BIAS > 2
+    turn(i);
+#endif
     barrier_wait(barriers + 8 * stage, phase);
     const uint32_t base = ring_at + stage * p.slot_bytes;
     uint32_t meta = base, codes = base + key_codes;
 
     // ---- logits: a lane has head t of each set, tokens 16 i + 8 j + g
     float v[SETS][4][2];
+#if BIAS > 2
+#pragma unroll
+    for (int s = 0; s < SETS; s++) {   // columns of the right operand: halves of head 0, rests of head 0, halves of head 1, ...
+      uint32_t turned[STEPS][2];
+#pragma unroll
+      for (int k = 0; k < 2 * STEPS; k++) {
+        const float2 f = sh.factors[s * 4 + (g >> 1)][4 * k + t];
+        const float x = fmaf(f.x, turns[k].x, f.y * turns[k].y), y = fmaf(f.y, turns[k].x, -f.x * turns[k].y);
+        turned[k / 2][k % 2] = g & 1 ? rests(x, y) : halves(x, y);
+      }
+#pragma unroll
+      for (int k = 0; k < 4; k++) {
+        float d[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+        for (int j = 0; j < STEPS; j++) mma_turns(d, shared128(near_at + (k * STEPS + j) * 512), turned[j]);
+        v[s][k][0] = d[0] + d[1]; v[s][k][1] = d[2] + d[3];
+      }
+    }
+#endif
     {
       int c[SETS][4][4], taken[SETS];
 #pragma unroll
       for (int s = 0; s < SETS; s++) {
         taken[s] = 0;
 #pragma unroll
-        for (int k = 0; k < 4; k++) { c[s][k][0] = c[s][k][1] = c[s][k][2] = c[s][k][3] = 0; v[s][k][0] = v[s][k][1] = 0.f; }
+        for (int k = 0; k < 4; k++) { c[s][k][0] = c[s][k][1] = c[s][k][2] = c[s][k][3] = 0;
+#if BIAS <= 2
+          v[s][k][0] = v[s][k][1] = 0.f;
+#endif
+        }
       }
       auto finish = [&](int tile) {   // a group: its norms, then none of its sums are left
         float n[4][2];
@@ -591,14 +675,19 @@ __global__ void __launch_bounds__(THREADS) attend(const Problem p) {
 
 extern "C" int kvfold_records_shared(int slot_bytes, int stages) { return WARPS * stages * slot_bytes + (int)sizeof(Shared); }
 
-extern "C" int kvfold_records(const Problem* p, int blocks, void* stream) {
+// `early`: records may be read before the launch ahead of this one has ended.
+extern "C" int kvfold_records(const Problem* p, int blocks, int early, void* stream) {
   const int bytes = kvfold_records_shared(p->slot_bytes, p->stages);
   cudaError_t e = cudaFuncSetAttribute(attend, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (e == cudaSuccess) {
-    attend<<<blocks, THREADS, bytes, (cudaStream_t)stream>>>(*p);
-    e = cudaGetLastError();
-  }
-  return (int)e;
+  if (e != cudaSuccess) return (int)e;
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(blocks); config.blockDim = dim3(THREADS);
+  config.dynamicSmemBytes = bytes; config.stream = (cudaStream_t)stream;
+  config.attrs = &attribute; config.numAttrs = early ? 1 : 0;
+  return (int)cudaLaunchKernelEx(&config, attend, *p);
 }
 
 extern "C" const char* kvfold_records_error(int code) { return cudaGetErrorString((cudaError_t)code); }

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from kvfold.codecs.fragments import TOKENS, RecordFormat, numbers, unpack
+from kvfold.kernels.position_bias import Circles
 from kvfold.kernels.reference import Part, softmax_part
 
 BOOK = 32
@@ -110,6 +111,30 @@ def levels_of(book: Tensor, width: int) -> Tensor:
     return stored - (torch.arange(16, device=book.device) >= 8).float() if width == 4 else stored
 
 
+@dataclass(frozen=True)
+class Turning:
+    """Logits of vectors that RoPE turns, for queries at the positions of tokens.
+
+    Attributes
+    ----------
+    circles : Circles
+    factors : (rows, heads, planes, 2) float32
+        `circles.factors` of the queries.
+    coarse, fine : Tensor
+        `position_bias.coarse_pairs` and `Turns.fine`.
+    """
+
+    circles: Circles
+    factors: Tensor
+    coarse: Tensor
+    fine: Tensor
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """As the operator takes them."""
+        return self.factors, self.circles.channels, self.coarse, self.fine
+
+
 class Records:
     """All records of a layer, and how a GPU's blocks share them.
 
@@ -134,7 +159,7 @@ class Records:
         self, data: Tensor, books: Tensor, runs: Sequence[tuple[Run, ...]], positions: Tensor | None = None
     ):
         self.data, self.books, self.runs, self.positions = data, books, list(runs), positions
-        self._plans: dict[tuple[int, bool], Plan] = {}
+        self._plans: dict[tuple[int, bool, int], Plan] = {}
         self.rows, self.kv_heads, tiles = books.shape[0], books.shape[1], books.shape[2] - 1
         self.dim = 16 * tiles
         if len(self.runs) != self.rows * self.kv_heads or books.shape[3] != BOOK:
@@ -155,11 +180,12 @@ class Records:
         """Places for tokens, of each row and head: those of whole records."""
         return [TOKENS * sum(run.records for run in own) for own in self.runs]
 
-    def plan(self, group: int, beside: bool = False) -> Plan:
+    def plan(self, group: int, beside: bool = False, planes: int = 0) -> Plan:
         """How blocks share the records for so many query heads a KV head; made on the first attention."""
-        if (group, beside) not in self._plans:
-            self._plans[group, beside] = make_plan(self, group, beside)
-        return self._plans[group, beside]
+        found = self._plans.get((group, beside, planes))
+        if found is None:
+            found = self._plans[group, beside, planes] = make_plan(self, group, beside, planes)
+        return found
 
 
 @dataclass(frozen=True)
@@ -204,6 +230,7 @@ def make_plan(
     records: Records,
     group: int,
     beside: bool = False,
+    planes: int = 0,
     multiprocessors: int | None = None,
     shared_bytes: int | None = None,
 ) -> Plan:
@@ -216,6 +243,8 @@ def make_plan(
         Query heads of a KV head.
     beside : bool
         Whether biases are copied with the records.
+    planes : int
+        Of a turned vector, whose logits the kernel adds.
     multiprocessors, shared_bytes : int, optional
         By default those of the records' device.
     """
@@ -233,6 +262,7 @@ def make_plan(
     best, cost = (1, 1, 1), math.inf
     for warps in _warps(records.dim, sets):
         room = shared_bytes - 64 - warps * 32 - sets * tiles * 160 - (tiles + 1) * BOOK
+        room -= planes * (264 + 32 * sets)
         stages = min(_MOST_STAGES, room // (warps * slot), max(2, -(-65536 // (warps * slot))))
         if stages < (1 if warps == 4 else 2) or warps * stages * slot < MOST_GROUP * _MOST_SPLITS * 4:
             continue
@@ -415,6 +445,8 @@ def attend(
     records: Records,
     scaling: float,
     bias: Tensor | None = None,
+    turned: Turning | None = None,
+    early: bool = False,
 ) -> Part:
     """Attention of one query a head over records, by the kernel where it can be used, else by plain torch.
 
@@ -427,6 +459,12 @@ def attend(
     bias : (places, group) float32, optional
         Added to logits of a KV head's queries; a token's place is 64 times its record's index among those of all heads plus its
         index there. -inf hides it. Of records with positions (rows, kv_heads, n, group): every token has what is at its position.
+    turned : Turning, optional
+        Instead of a bias, that of vectors that RoPE turns to each token's place in its head, whose records are one run in
+        order.
+    early : bool
+        The launch ahead of this one on the stream writes nothing but queries, bias and factors: records may be read before it has
+        ended.
 
     Returns
     -------
@@ -449,9 +487,17 @@ def attend(
         bias.dim() != len(expected) or any(a not in (b, -1) for a, b in zip(expected, bias.shape))
     ):
         raise ValueError(f"bias {tuple(bias.shape)} must be {expected}, -1 for any number")
+    if turned is not None and (bias is not None or any(len(own) > 1 for own in records.runs)):
+        raise ValueError("a turned vector's logits want one run a head and no other bias")
     if problem(query.device, dim, group) is not None:
+        if turned is not None:
+            factors = turned.factors.view(rows, records.kv_heads, group, -1, 2)
+            logits = turned.circles.logits(factors, turned.coarse, turned.fine, max(records.slots))
+            bias = logits.transpose(2, 3).reshape(-1, group)
         return attend_plain(query, records, scaling, bias)
-    plan = records.plan(group, bias is not None and records.positions is None)
+    plan = records.plan(
+        group, bias is not None and records.positions is None, 0 if turned is None else turned.circles.count
+    )
     output, lse = torch.ops.kvfold.attend_records(
         query.contiguous(),
         records.data,
@@ -459,9 +505,11 @@ def attend(
         plan.work,
         None if bias is None else bias.contiguous(),
         records.positions,
+        *((None,) * 4 if turned is None else turned.tensors),
         plan.arrived,
         plan.numbers,
         scaling,
+        early,
     )
     return output, lse
 
@@ -474,15 +522,23 @@ def _attend_records(
     work: Tensor | None,
     bias: Tensor | None,
     positions: Tensor | None,
+    factors: Tensor | None,
+    channels: Tensor | None,
+    coarse: Tensor | None,
+    fine: Tensor | None,
     arrived: Tensor,
     plan: list[int],
     scaling: float,
+    early: bool,
 ) -> tuple[Tensor, Tensor]:
     blocks, warps, stages, slot_bytes, *common = plan
     rows, heads, dim = query.shape
     row_heads = books.shape[0] * books.shape[1]
     group = rows * heads // row_heads
-    library = _library(dim, _sets(group), warps, 0 if bias is None else 1 if positions is None else 2)
+    kind = 0 if bias is None else 1 if positions is None else 2
+    if channels is not None:
+        kind = channels.shape[-2]
+    library = _library(dim, _sets(group), warps, kind)
     output, lse = torch.empty_like(query), query.new_empty(rows, heads)
     partial = query.new_empty(blocks * group * (dim + 2))
     sums = partial[blocks * group * dim :]
@@ -492,14 +548,15 @@ def _attend_records(
 
     stride = 0 if bias is None or positions is None else bias.shape[2]
     given = _Problem(
-        *(at(x) for x in (query, data, books, work, bias, positions, partial, sums, arrived, output, lse)),
-        *(group, slot_bytes, stages, stride, scaling / math.log(2)),
-        0,
+        *(at(x) for x in (query, data, books, work, bias, positions)),
+        *(at(x) for x in (factors, channels, coarse, fine)),
+        *(at(x) for x in (partial, sums, arrived, output, lse)),
+        *(group, slot_bytes, stages, stride, 0 if fine is None else fine.shape[1], scaling / math.log(2)),
         (ctypes.c_int32 * 16)(*common),
     )
     with torch.cuda.device(query.device):
         stream = torch.cuda.current_stream().cuda_stream
-        code = library.kvfold_records(ctypes.byref(given), blocks, stream)
+        code = library.kvfold_records(ctypes.byref(given), blocks, early, stream)
     if code:
         raise RuntimeError(f"attention over records failed: {library.kvfold_records_error(code).decode()}")
     return output, lse
@@ -513,9 +570,14 @@ def _(
     work: Tensor | None,
     bias: Tensor | None,
     positions: Tensor | None,
+    factors: Tensor | None,
+    channels: Tensor | None,
+    coarse: Tensor | None,
+    fine: Tensor | None,
     arrived: Tensor,
     plan: list[int],
     scaling: float,
+    early: bool,
 ) -> tuple[Tensor, Tensor]:
     return torch.empty_like(query), query.new_empty(query.shape[:2])
 
@@ -523,10 +585,10 @@ def _(
 class _Problem(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("query", "records", "books", "work", "bias", "positions")),
+        *((name, ctypes.c_void_p) for name in ("factors", "channels", "coarse", "fine")),
         *((name, ctypes.c_void_p) for name in ("partial", "partial_sums", "arrived", "output", "lse")),
-        *((name, ctypes.c_int32) for name in ("group", "slot_bytes", "stages", "bias_stride")),
+        *((name, ctypes.c_int32) for name in ("group", "slot_bytes", "stages", "bias_stride", "fine_stride")),
         ("scaling", ctypes.c_float),
-        ("padding", ctypes.c_int32),  # `common` is aligned to 16 bytes
         ("common", ctypes.c_int32 * 16),
     ]
 
@@ -553,6 +615,6 @@ def _library(dim: int, sets: int, warps: int, bias: int) -> ctypes.CDLL:
     """The kernel for one shape."""
     macros = {"HEAD_DIM": dim, "SETS": sets, "WARPS": warps, "BIAS": bias}
     library = built("records.cu", macros)
-    library.kvfold_records.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
+    library.kvfold_records.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_void_p]
     library.kvfold_records_error.restype = ctypes.c_char_p
     return library

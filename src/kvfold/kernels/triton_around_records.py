@@ -6,15 +6,18 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 
 @triton.jit
 def prepare(
-    query, coded, factors, order, scale, matrices, which, vector, partner, first, shift_cos, shift_sin, scaling, turn_scale,
-    ORDER: tl.constexpr, ROTATED: tl.constexpr, TURNED: tl.constexpr, SHIFTED: tl.constexpr, BLOCK: tl.constexpr,
-    GROUP: tl.constexpr, GROUP_UP: tl.constexpr, DIM: tl.constexpr, DIM_UP: tl.constexpr,
+    query, coded, factors, order, scale, matrices, which, vector, planes, shift_cos, shift_sin, scaling, turn_scale,
+    ORDER: tl.constexpr, ROTATED: tl.constexpr, PLANES: tl.constexpr, REAL: tl.constexpr, SHIFTED: tl.constexpr,
+    EARLY: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, GROUP_UP: tl.constexpr, DIM: tl.constexpr, DIM_UP: tl.constexpr,
 ):  # fmt: skip
     """Queries of one KV head in the basis of its codes, and their factors for the turned vector (see `position_bias`)."""
+    if EARLY:
+        gdc_launch_dependents()
     head, row = tl.program_id(1), tl.program_id(2)
     own = row * tl.num_programs(1) + head
     chosen, channels = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, DIM_UP)
@@ -38,66 +41,65 @@ def prepare(
         if ROTATED:
             x = tl.sum(matrix * x[None, :], 1)
         tl.store(coded + line + chosen, x * factor, mask=inside)
-    queries = tl.arange(0, GROUP_UP)
-    lines = query + (own * GROUP + queries)[:, None] * DIM
-    target = (own * GROUP + queries)[:, None] * DIM + chosen[None, :]
-    some = (queries < GROUP)[:, None] & inside[None, :]
-    if TURNED:
-        pair = tl.load(partner + chosen, mask=inside, other=0)
-        leads = tl.load(first + chosen, mask=inside, other=0) != 0
-        mean = tl.load(vector + own * DIM + chosen, mask=inside, other=0.0).to(tl.float32)
-        mean_pair = tl.load(vector + own * DIM + pair, mask=inside, other=0.0).to(tl.float32)
-        mean, mean_pair = mean * (turn_scale * scaling), mean_pair * (turn_scale * scaling)
-        q = tl.load(lines + chosen[None, :], mask=some, other=0.0).to(tl.float32)
-        q_pair = tl.load(lines + pair[None, :], mask=some, other=0.0).to(tl.float32)
-        alone = (pair == chosen)[None, :]
-        cosine = q * mean[None, :] + tl.where(alone, 0.0, q_pair * mean_pair[None, :])
-        sine = q * mean_pair[None, :] - q_pair * mean[None, :]
-        found = tl.where(leads[None, :], cosine, sine)
+    if PLANES > 0 and tl.program_id(0) * BLOCK < PLANES:
+        queries = tl.arange(0, GROUP_UP)
+        lines = query + (own * GROUP + queries)[:, None] * DIM
+        first = tl.load(planes + (own * PLANES + chosen) * 2)
+        second = tl.load(planes + (own * PLANES + chosen) * 2 + 1)
+        some = (queries < GROUP)[:, None] & (chosen < REAL)[None, :]
+        a = tl.load(vector + own * DIM + first).to(tl.float32) * (turn_scale * scaling)
+        b = tl.load(vector + own * DIM + second).to(tl.float32) * (turn_scale * scaling)
+        q_first = tl.load(lines + first[None, :], mask=some, other=0.0).to(tl.float32)
+        q_second = tl.load(lines + second[None, :], mask=some, other=0.0).to(tl.float32)
+        cosine = q_first * a[None, :] + q_second * b[None, :]
+        sine = q_second * a[None, :] - q_first * b[None, :]
         if SHIFTED:
-            cos = tl.load(shift_cos + row * DIM + chosen, mask=inside, other=0.0)
-            sin = tl.load(shift_sin + row * DIM + chosen, mask=inside, other=0.0)
-            found = found * cos[None, :] - tl.where(leads[None, :], -sine, cosine) * sin[None, :]
-        tl.store(factors + target, found, mask=some)
+            cos, sin = tl.load(shift_cos + row * DIM + first), tl.load(shift_sin + row * DIM + second)
+            turned = cosine * cos[None, :] + sine * sin[None, :]
+            sine = sine * cos[None, :] - cosine * sin[None, :]
+            cosine = turned
+        to = factors + ((own * GROUP + queries)[:, None] * PLANES + chosen[None, :]) * 2
+        real = (queries < GROUP)[:, None] & (chosen < PLANES)[None, :]
+        tl.store(to, cosine, mask=real)
+        tl.store(to + 1, sine, mask=real)
 
 
 @triton.jit
 def position_bias(
-    factors, partner, coarse_cos, coarse_sin, fine, bias, coarse, slots,
-    GROUP: tl.constexpr, DIM: tl.constexpr, COARSE: tl.constexpr, M: tl.constexpr, FINE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    factors, planes, pairs, fine, bias, coarse, slots, stride,
+    GROUP: tl.constexpr, DIM: tl.constexpr, PLANES: tl.constexpr, COARSE: tl.constexpr, M: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
-    """Logits of the turned vector at the positions of some coarse turns: `position_bias.position_logits`.
+    """Logits of the turned vector at the positions of some coarse turns: `position_bias.Circles.logits`.
 
-    Both sides of the product are sums of two numbers of 16 bits; the product of the small ones is left out.
+    Fine turns are halves, what they are multiplied with sums of two halves.
     """
     own = tl.program_id(1)
     line, near = tl.arange(0, M), tl.arange(0, FINE)
     turn, head = tl.program_id(0) * COARSE + line // GROUP, line % GROUP
-    base = factors + (own * GROUP + head)[None, :] * DIM
+    there = (turn < coarse)[None, :] & (line < COARSE * GROUP)[None, :]
     logits = tl.zeros([FINE, M], tl.float32)
-    for start in tl.static_range(0, DIM, BLOCK):
-        channels = start + tl.arange(0, BLOCK)
-        inside = channels < DIM
-        pair = tl.load(partner + channels, mask=inside, other=0)
-        x = tl.load(base + channels[:, None], mask=inside[:, None], other=0.0)
-        x_pair = tl.load(base + pair[:, None], mask=inside[:, None], other=0.0)
-        there = (turn < coarse)[None, :] & inside[:, None]
-        place = turn[None, :] * DIM + channels[:, None]
-        cos, sin = (
-            tl.load(coarse_cos + place, mask=there, other=0.0),
-            tl.load(coarse_sin + place, mask=there, other=0.0),
-        )
-        back = x * cos - x_pair * sin
-        high = back.to(tl.float16)
-        low = (back - high.to(tl.float32)).to(tl.float16)
-        from_ = fine + near[:, None] * DIM + channels[None, :]
-        rough = tl.load(from_, mask=inside[None, :], other=0.0)
-        rest = tl.load(from_ + FINE * DIM, mask=inside[None, :], other=0.0)
-        logits = tl.dot(rest, high, tl.dot(rough, low, tl.dot(rough, high, logits)))
+    for start in tl.static_range(0, PLANES, 16):
+        plane = start + tl.arange(0, 16)
+        first = tl.load(planes + (own * PLANES + plane) * 2)
+        second = tl.load(planes + (own * PLANES + plane) * 2 + 1)
+        from_ = factors + ((own * GROUP + head)[None, :] * PLANES + plane[:, None]) * 2
+        x, y = tl.load(from_, mask=there, other=0.0), tl.load(from_ + 1, mask=there, other=0.0)
+        pair = pairs + (turn[None, :] * DIM + first[:, None]) * 2
+        cos, sin = tl.load(pair, mask=there, other=0.0), tl.load(pair + 1, mask=there, other=0.0)
+        rows = fine + near[:, None] * stride
+        logits = _product(tl.load(rows + first[None, :]), x * cos + y * sin, logits)
+        logits = _product(tl.load(rows + second[None, :]), y * cos - x * sin, logits)
     slot = turn[None, :] * FINE + near[:, None]
     real = (line < COARSE * GROUP)[None, :] & (slot < slots)
     tl.store(bias + (own.to(tl.int64) * slots + slot) * GROUP + head[None, :], logits, mask=real)
+
+
+@triton.jit
+def _product(left, right, total):
+    """The total plus a product whose left side is no more than halves."""
+    left, high = left.to(tl.float16), right.to(tl.float16)
+    low = (right - high.to(tl.float32)).to(tl.float16)
+    return tl.dot(left, low, tl.dot(left, high, total))
 
 
 @triton.jit

@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kvfold.kernels.position_bias import in_few_planes
 from kvfold.methods.base import LayerView
 from kvfold.stores.rotated import RotatedStore
 
@@ -17,7 +18,7 @@ MEAN_OF = 1024
 
 
 def key_constant(view: LayerView, bias: KeyBias) -> Tensor | None:
-    """The constant, (batch, kv_heads, key_dim) in 16 bits; blocks of generated tokens share their prompt's.
+    """The constant, (batch, kv_heads, key_dim) in 16 bits, in no more planes than kernels turn; generated tokens share their prompt's.
 
     A projection gives k = Wx + b, so that RoPE(k) = RoPE(Wx) + RoPE(b): the bias is the same for every token, and what is
     left of an attention sink's key is small, as that of any other. The mean lies far from such a key, and leaves more.
@@ -43,5 +44,7 @@ def key_constant(view: LayerView, bias: KeyBias) -> Tensor | None:
             real = view.valid[row, :, some, None].float()
             means.append((keys * real).sum(1) / real.sum(1).clamp_min(1))
         mean = torch.stack(means)
+    if view.rotary is not None:
+        mean = in_few_planes(mean, view.rotary)
     narrow = float(mean.abs().max()) < torch.finfo(torch.float16).max
     return mean.to(torch.float16 if narrow else torch.bfloat16).contiguous()

@@ -34,7 +34,7 @@ from kvfold.errors import BudgetError, KvfoldError
 from kvfold.kernels.channel_sums import channel_sums, spans, unturned_sum
 from kvfold.kernels.column_sums import column_sums
 from kvfold.kernels.graded import Books, serves
-from kvfold.kernels.position_bias import turns
+from kvfold.kernels.position_bias import in_few_planes, turns
 from kvfold.methods.base import LayerView, Method, Needs
 from kvfold.methods.scores import keys_for_scores, query_energy, smooth, window_mass
 from kvfold.stores.base import Store
@@ -409,7 +409,7 @@ class RDKV(Method):
             plain = [
                 unturned_sum(view.keys[row], view.valid[row], view.rotary, layout.shifts[row]) for row in rows
             ]
-            turned = (torch.stack(plain) / number).to(half)
+            turned = in_few_planes((torch.stack(plain) / number).to(half), view.rotary)
         mean = means(view.keys, turned, None)[0].to(half)
         deviation = means(view.keys, turned, mean)[1].sqrt().clamp_min(1e-4).to(half)
         value_mean = means(view.values, None, None)[0].to(half)

@@ -8,15 +8,18 @@ from typing import Any
 from torch import Tensor
 
 from kvfold.kernels import around_records, dense_decode
-from kvfold.kernels.around_records import Basis
+from kvfold.kernels.around_records import Basis, Turned
 from kvfold.kernels.dense_decode import Exact
+from kvfold.kernels.position_bias import Circles
 from kvfold.kernels.records import Records
 from kvfold.kernels.reference import Part
-from kvfold.stores.base import AttendContext, Store
+from kvfold.stores.base import AttendContext, Rotary, Store
 
 
 class ReadsRecords(Store):
     """Named before the class of the plain form, whose own attention serves where the kernels do not."""
+
+    _circles: Circles | None = None
 
     @property
     @abstractmethod
@@ -29,6 +32,12 @@ class ReadsRecords(Store):
     @abstractmethod
     def _around(self, context: AttendContext) -> dict[str, Any]:
         """What else `kernels.around_records.attend` attends to, by its names."""
+
+    def _turned_by(self, rotary: Rotary, vector: Tensor, tokens: int, shifts: tuple[int, ...]) -> Turned:
+        """What RoPE turns; its planes are found at the first attention."""
+        if self._circles is None:
+            self._circles = Circles.of(vector, rotary)
+        return Turned(vector, self._circles, rotary, tokens, shifts)
 
     def _attend(self, query: Tensor, context: AttendContext, **more: Any) -> Part:
         around = self._around(context) | more

@@ -18,7 +18,7 @@ from kvfold.codecs.packing import packed_bytes
 from kvfold.codecs.packing import unpack as unpack_plain
 from kvfold.codecs.rotated import RotatedCode
 from kvfold.kernels import around_records, pack_records
-from kvfold.kernels.around_records import Basis, Rotations, Turned
+from kvfold.kernels.around_records import Basis, Rotations
 from kvfold.kernels.dense_decode import Exact
 from kvfold.kernels.pack_records import Codes, Numbers, Tokens
 from kvfold.kernels.records import Records, Run, book
@@ -189,7 +189,7 @@ class RecordedStore(ReadsRecords, RotatedStore):
         if "key_mean" in self.buffers and self.layout.turned:
             rotary = rotary_for(True, context.rotary)
             assert rotary is not None
-            turned = Turned(self.buffers["key_mean"], rotary, self.tokens, self.layout.shifts)
+            turned = self._turned_by(rotary, self.buffers["key_mean"], self.tokens, self.layout.shifts)
         if not self._padded_in_front:
             sinks = (self._index >= self._starts) & (self._index < self._starts + self.layout.sinks)
             hidden = pad(~self.buffers["valid"] | sinks, (0, -self.tokens % TOKENS))

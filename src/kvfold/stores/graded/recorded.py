@@ -21,7 +21,7 @@ from kvfold.codecs import lookup
 from kvfold.codecs.codebook import COMMON_UNIT, common_levels, decode
 from kvfold.codecs.fragments import MOST_TILES, TILE, TOKENS, WIDTHS, Coded, RecordFormat, pack_mixed, unpack
 from kvfold.kernels import around_records, pack_records
-from kvfold.kernels.around_records import Basis, Rotations, Turned
+from kvfold.kernels.around_records import Basis, Rotations
 from kvfold.kernels.pack_records import Codes, Numbers, Tokens
 from kvfold.kernels.ragged_decode import Ragged
 from kvfold.kernels.records import BOOK, Records, Run, book
@@ -215,7 +215,7 @@ class RecordedGradedStore(ReadsRecords, GradedStore):
         turned = hidden = None
         layout, vector = self.layout, self.frame.key_turned
         if vector is not None:
-            turned = Turned(vector, require(context.rotary), layout.tokens, layout.shifts)
+            turned = self._turned_by(require(context.rotary), vector, layout.tokens, layout.shifts)
         if self.tokens < layout.tokens:
             position = torch.arange(layout.tokens, device=self.frame.order.device)
             hidden = (position >= self.tokens).expand(self.rows, -1)
