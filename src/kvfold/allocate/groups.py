@@ -36,43 +36,46 @@ def allocate_in_groups(
     ((pools, units) int64, what they cost () int64)
         Groups are full, but where no other unit of the pool would gain by it; then they cost as if they were.
     """
-    choices, costs, lost = [], [], []
+    choices, costs = [], []
+    least = torch.tensor([size // 2, size * 3 // 4, size])  # the last one only gives, and so always fits
+    least = least.to(distortion.device, non_blocking=True)
     target = budget
     for _ in range(TRIES):
         exact = allocate_at_one_price(distortion, cost, target)
-        for least in (size // 2, size * 3 // 4, size):  # the last one only gives, and so always fits
-            choices.append(_rounded(exact, distortion, size, grouped, least))
-            costs.append(_cost(choices[-1], cost, size, grouped))
-            total = distortion.gather(-1, choices[-1][..., None]).sum()
-            lost.append(total.where(costs[-1] <= budget, torch.inf))
-        target = (budget - (costs[0] - budget).clamp_min(0)).clamp_min(0)
-    best = torch.stack(lost).argmin()
-    return torch.stack(choices)[best], torch.stack(costs)[best]
+        choices.append(_rounded(exact, distortion, size, grouped, least))
+        costs.append(_cost(choices[-1], cost, size, grouped))
+        target = (budget - (costs[0][0] - budget).clamp_min(0)).clamp_min(0)
+    choice, spent = torch.cat(choices), torch.cat(costs)
+    lost = _at(distortion, choice).sum((1, 2))
+    best = lost.where(spent <= budget, torch.inf).argmin()[None]
+    return choice.index_select(0, best)[0], spent.index_select(0, best)[0]
 
 
-def _rounded(choice: Tensor, distortion: Tensor, size: int, grouped: int, least: int) -> Tensor:
-    """Whole groups; those with `least` units or more are filled, others emptied."""
-    choice, few = choice.clone(), min(size - 1, choice.shape[1])
+def _at(distortion: Tensor, choice: Tensor) -> Tensor:
+    """Distortion of choices (tries, pools, units)."""
+    return distortion.expand(len(choice), -1, -1, -1).gather(-1, choice[..., None])[..., 0]
+
+
+def _rounded(choice: Tensor, distortion: Tensor, size: int, grouped: int, least: Tensor) -> Tensor:
+    """Whole groups (tries, pools, units); those with `least` (tries,) units or more are filled, others emptied."""
+    choice = choice.expand(len(least), -1, -1).clone()
+    few = min(size - 1, choice.shape[2])
     rank = torch.arange(few, device=choice.device)
     for own in range(grouped, 0, -1):
         here = choice == own
         spare = here.sum(-1, keepdim=True) % size
-        fill = spare >= least
-        lost = torch.where(here, distortion[..., own - 1] - distortion[..., own], torch.inf)
-        _, index = lost.topk(few, -1, largest=False)
-        _move(choice, index, ~fill & (rank < spare), own - 1)
-        gain = distortion.gather(-1, choice[..., None])[..., 0] - distortion[..., own]
-        gain, index = torch.where(choice < own, gain, 0).topk(few, -1)
-        _move(choice, index, fill & (rank < size - spare) & (gain > 0), own)
+        fill = spare >= least[:, None, None]
+        to = torch.where(fill, own, own - 1)
+        gain = _at(distortion, choice) - torch.where(fill, distortion[..., own], distortion[..., own - 1])
+        gain, index = torch.where(torch.where(fill, choice < own, here), gain, -torch.inf).topk(few, -1)
+        # Whoever leaves must; whoever comes must gain by it.
+        moved = torch.where(fill, (rank < size - spare) & (gain > 0), rank < spare)
+        choice.scatter_(2, index, torch.where(moved, to, choice.gather(2, index)))
     return choice
 
 
-def _move(choice: Tensor, index: Tensor, where: Tensor, to: int) -> None:
-    choice.scatter_(1, index, torch.where(where, to, choice.gather(1, index)))
-
-
 def _cost(choice: Tensor, cost: Tensor, size: int, grouped: int) -> Tensor:
-    """Of all pools, groups that are not full as if they were."""
+    """Of all pools together (tries,), groups that are not full as if they were."""
     counts = torch.stack([(choice == own).sum(-1) for own in range(cost.shape[1])], -1)
-    counts[:, 1 : grouped + 1] = -(-counts[:, 1 : grouped + 1] // size) * size
-    return (counts * cost).sum()
+    counts[..., 1 : grouped + 1] = -(-counts[..., 1 : grouped + 1] // size) * size
+    return (counts * cost).sum((1, 2))
