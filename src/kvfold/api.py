@@ -14,6 +14,7 @@ import torch
 
 from kvfold.errors import KvfoldError
 from kvfold.hf import bridge
+from kvfold.hf.again import Again
 from kvfold.hf.cache import FoldedCache
 from kvfold.hf.fingerprint import fingerprint
 from kvfold.hf.support import CACHE_KEYWORD, cache_shape, check_supported
@@ -71,8 +72,9 @@ def fold(
     cache.watch(model)
     cache.prompt_hash = token_hash(input_ids)
     cache.work = work or cache.work
+    cache.again = Again(model, input_ids) if method.needs.again else None
     prefill(model, cache, input_ids, attention_mask, chunk_size)
-    cache.work = Work()  # a later turn is other work
+    cache.work, cache.again = Work(), None  # a later turn is other work
     return cache
 
 

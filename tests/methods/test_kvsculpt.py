@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kvfold.errors import BudgetError, UnsupportedModelError
-from kvfold.methods import KVSculpt, kvsculpt
-from kvfold.methods.queries import training
+from kvfold.methods import KVSculpt, kvsculpt, pieces
+from kvfold.methods.queries import Training, training
 from kvfold.methods.work import Work
 from tests.methods.baselines.views import view
 
@@ -263,25 +263,25 @@ def test_pieces_have_the_tokens_that_the_whole_would_choose():
     """Without steps; but for what weighs about the same, once pieces before have changed."""
     one, options = prompt(), dict(tokens=32, sinks=2, window=6, horizon=16, heads="uniform", steps=0)
     (whole,) = KVSculpt(**options).fold([one])
-    (pieces,) = KVSculpt(**options, chunk=40).fold([one])
+    (apart,) = KVSculpt(**options, chunk=40).fold([one])
     for head in range(2):
-        both = [set(store.kept(0, head).positions.tolist()) for store in (pieces, whole)]
+        both = [set(store.kept(0, head).positions.tolist()) for store in (apart, whole)]
         assert len(both[0] ^ both[1]) <= 2
     scores = [torch.tensor([9.0, 8.0, 7.0, 6.0]), torch.tensor([0.1, 0.2]), torch.tensor([5.0, 0.3, 4.0])]
-    assert kvsculpt._shares(3, scores) == [1, 1, 1]
-    assert kvsculpt._shares(5, scores) == [3, 1, 1]
-    assert kvsculpt._shares(7, scores) == [3, 1, 3]
+    assert pieces.shares(3, scores) == [1, 1, 1]
+    assert pieces.shares(5, scores) == [3, 1, 1]
+    assert pieces.shares(7, scores) == [3, 1, 3]
 
 
 def test_logits_of_a_piece_at_a_time_are_all_that_is_held(monkeypatch):
     widths = []
 
-    def noted(self, tokens, real=kvsculpt.Training.logits):
+    def noted(self, tokens, real=Training.logits):
         found = real(self, tokens)
         widths.append(found.shape[1])
         return found
 
-    monkeypatch.setattr(kvsculpt.Training, "logits", noted)
+    monkeypatch.setattr(Training, "logits", noted)
     monkeypatch.setattr("kvfold.methods.queries.BLOCK", 25)
     KVSculpt(keep=0.3, sinks=2, window=6, horizon=16, chunk=30).fold([prompt()])
     assert max(widths) <= 34

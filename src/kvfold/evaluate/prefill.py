@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from kvfold.api import check_calibration, prefill, token_hash
+from kvfold.hf.again import Again
 from kvfold.hf.cache import FoldedCache
 from kvfold.hf.layer import FoldedLayer
 from kvfold.hf.support import CACHE_KEYWORD, check_supported
@@ -71,7 +72,7 @@ class Prefill:
         check_supported(model)
         for method in methods:
             check_calibration(model, method)
-        self.model, self.tokens = model, input_ids.shape[1]
+        self.model, self.tokens, self._input_ids = model, input_ids.shape[1], input_ids
         needs = [method.needs for method in methods]
         sampled = {need.sampled for need in needs if need.sampled}
         wants = Needs(
@@ -94,6 +95,7 @@ class Prefill:
         cache = FoldedCache(method, self.model.config, prompt_tokens=self.tokens)
         cache.watch(self.model)
         cache.prompt_hash = self._exact.prompt_hash
+        cache.again = Again(self.model, self._input_ids) if method.needs.again else None
         layers = cache.folded_layers
         for index, source in enumerate(self._exact.fork().layers):
             layer = cache.layers[index]
@@ -112,6 +114,7 @@ class Prefill:
             return cache
         for layer, view in zip(layers, views, strict=True):
             cache.fold_layer(layer, view)
+        cache.again = None
         return cache
 
 

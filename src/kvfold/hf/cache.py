@@ -15,7 +15,7 @@ from kvfold.hf.layer import FoldedLayer
 from kvfold.hf.rotary import ModelRotary, rotary_of, uses_rotary
 from kvfold.hf.support import check_version, folds, stock_layers, text_config
 from kvfold.ledger import Ledger, storage_bytes, tensor_bytes, tensors_in
-from kvfold.methods.base import LayerView, Method
+from kvfold.methods.base import Again, LayerView, Method
 from kvfold.methods.work import Work
 
 if TYPE_CHECKING:
@@ -79,6 +79,8 @@ class FoldedCache(Cache):
         self._account: dict[int, dict[str, Any]] = {}
         self.work = Work()
         """What the next prompt's fold tells and keeps while it works."""
+        self.again: Again | None = None
+        """Reads the next prompt a second time, for methods that need it."""
         self._recording = False
         self._watch: inputs.Watch | None = None
         self._rotaries: dict[tuple[type, torch.device, bool], ModelRotary | None] = {}
@@ -224,6 +226,7 @@ class FoldedCache(Cache):
             # A round that was interrupted leaves nothing to the next.
             self._views, self._account = {}, {}
         view.account, view.folding_layers, view.work = self._account, len(layers), self.work
+        view.again = self.again
         self._views[layer.layer_idx] = view
         if not self.method.complete(layers.index(layer), len(layers)):
             return

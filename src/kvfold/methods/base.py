@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -22,6 +22,18 @@ class Gate(Protocol):
         """From (batch, tokens, hidden_size) to a number for each token, (batch, kv_heads, tokens) float32."""
 
 
+Answer = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(layer index, query (batch, heads, n, query_dim), key, value (batch, kv_heads, n, key_dim | value_dim)) -> attention
+output (batch, heads, n, value_dim)."""
+
+
+class Again(Protocol):
+    """Reads tokens of the prompt once more through the model's layers, attention being left to the method."""
+
+    def __call__(self, index: torch.Tensor, positions: torch.Tensor, answer: Answer) -> None:
+        """The tokens at logical indices (n,) int64, at RoPE positions (batch, n); `answer` is asked layer by layer."""
+
+
 @dataclass(frozen=True)
 class Needs:
     """What prefill must hand to a method.
@@ -38,6 +50,8 @@ class Needs:
         The model's rotary embedding and key bias, when folding and when attending.
     gates : tuple of Gate
         Each reads every token, prompt and generated, as it passes a layer.
+    again : bool
+        To read the prompt a second time when folding.
     """
 
     window: int = 0
@@ -45,6 +59,7 @@ class Needs:
     sampled: int = 0
     rotary: bool = False
     gates: tuple[Gate, ...] = ()
+    again: bool = False
 
     def __or__(self, other: Needs) -> Needs:
         """What both need."""
@@ -54,6 +69,7 @@ class Needs:
             sampled=max(self.sampled, other.sampled),
             rotary=self.rotary or other.rotary,
             gates=(*self.gates, *other.gates),
+            again=self.again or other.again,
         )
 
 
@@ -107,6 +123,8 @@ class LayerView:
         True for a block of generated tokens, False for a prompt.
     work : Work
         For folds that take long: to tell how far they are, and to keep finished parts.
+    again : Again or None
+        None where it is not needed, or the prompt's tokens are not known.
     """
 
     keys: torch.Tensor
@@ -134,6 +152,7 @@ class LayerView:
     account: dict[int, dict[str, Any]] = field(default_factory=dict)
     generated: bool = False
     work: Work = field(default_factory=Work)
+    again: Again | None = None
 
     @property
     def tokens(self) -> int:

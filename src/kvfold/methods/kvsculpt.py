@@ -11,23 +11,36 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from kvfold.allocate.pilot import damped_counts
-from kvfold.errors import UnsupportedModelError
-from kvfold.kernels.reference import Part, merge, soft_cap, softmax_part
-from kvfold.methods.base import LayerView
+from kvfold.errors import KvfoldError, UnsupportedModelError
+from kvfold.kernels.reference import Part
+from kvfold.methods.adam import Adam
+from kvfold.methods.base import LayerView, Needs
 from kvfold.methods.baselines.select_fit import SelectFit
-from kvfold.methods.distil import Batch, Questions
+from kvfold.methods.distil import Batch
 from kvfold.methods.fit import ridge_values
-from kvfold.methods.lbfgs import LBFGS, Objective
-from kvfold.methods.queries import Source, Training, training
+from kvfold.methods.lbfgs import LBFGS
+from kvfold.methods.pieces import (
+    Distilled,
+    Head,
+    Piece,
+    Problem,
+    Standing,
+    half,
+    packed,
+    shares,
+    slices,
+    unpacked,
+)
+from kvfold.methods.queries import Source, Training, first_reading, repeated, training
 from kvfold.methods.work import Work
-from kvfold.stores.base import Kept, Store
+from kvfold.stores.base import Store
 from kvfold.stores.weighted import WeightedLayout, WeightedStore
 
 logger = logging.getLogger(__name__)
@@ -46,8 +59,9 @@ class KVSculpt(SelectFit):
         Budget.
     sinks, window : int
         Tokens kept exact at either end; the window's queries are fitted to, each seeing what is before it.
-    queries : "reread", "future" or "synthetic"
-        What else is fitted to; see `kvfold.methods.queries.training`. "synthetic" with a `horizon` of 128 is the paper's.
+    queries : "reread", "future", "synthetic" or "repeat"
+        What else is fitted to; see `kvfold.methods.queries.training`. "synthetic" with a `horizon` of 128 is the paper's;
+        "repeat" reads the prompt a second time.
     sampled : int
         Prompt queries used, at most, spread evenly over it.
     horizon : int
@@ -56,6 +70,10 @@ class KVSculpt(SelectFit):
         Tokens of a piece of the prompt that is distilled by itself, about, so that what is held does not grow with the
         prompt. Its queries are those of the whole prompt; they see the pieces before it as they were distilled and
         those after it as they are. None: all in one.
+    cascade : bool
+        Distil layer after layer, each for the queries that the layers below lead to as they were distilled, towards what
+        exact ones got: a layer makes up for the errors below. Reads the prompt a second time, so it is for
+        `kvfold.fold`, and for models all of whose layers are full attention.
     steps : int
         Iterations on the keys. 0 leaves them as they were: Select+Fit with these queries.
     every : int
@@ -88,6 +106,7 @@ class KVSculpt(SelectFit):
     queries: Source = "reread"
     sampled: int = 2048
     chunk: int | None = None
+    cascade: bool = False
     steps: int = 15
     every: int = 5
     lse: float = 1.0
@@ -115,16 +134,31 @@ class KVSculpt(SelectFit):
         if not 0 <= self.damping <= 1 or not 0 <= self.floor <= 1 <= self.cap < math.inf:
             raise ValueError("damping and floor must be from 0 to 1, cap at least 1")
 
+        if self.cascade and self.queries not in ("reread", "future"):
+            raise ValueError(f"cascade goes with queries 'reread' or 'future', got {self.queries!r}")
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, again=self.cascade or self.queries == "repeat")
+
     @property
     def granularity(self) -> Literal["layer", "model"]:
-        return "model" if self.heads == "pilot" else "layer"
+        return "model" if self.heads == "pilot" or self.needs.again else "layer"
 
     def fold(self, views: Sequence[LayerView]) -> list[Store]:
         if any(view.expand is not None for view in views):
             raise UnsupportedModelError(
                 "kvsculpt moves keys, which latent attention (MLA) derives from the values: use select-fit or rdkv"
             )
-        heads = [head for view in views for head in self._heads(view)]
+        if self.needs.again and views[0].again is None:
+            raise KvfoldError(
+                "kvsculpt with cascade=True or queries='repeat' reads the prompt a second time, and here its tokens are"
+                " not known: use kvfold.fold(model, input_ids, method) or kvfold fold, or leave these options out"
+            )
+        asked: list[tuple[LayerView, Part | None]] = [(view, None) for view in views]
+        if self.queries == "repeat":
+            asked = [*repeated(views, self.sampled, self.horizon)]
+        heads = [head for each in asked for head in self._heads(*each)]
         pieces = [piece for head in heads for piece in head.pieces(self.chunk)]
         counts, pilot = [piece.uniform for piece in pieces], None
         first = self.heads == "pilot" or self.chunk is not None
@@ -134,7 +168,10 @@ class KVSculpt(SelectFit):
             pilot = self._distil(pieces, counts, None, meter)
             counts = self._budgets(pieces, pilot)
         moved = pilot if self.pilot_steps else None
-        found = self._distil(pieces, counts, moved, meter, last=True)
+        if self.cascade and pieces:
+            found = self._cascade(heads, pieces, counts, moved, meter)
+        else:
+            found = self._distil(pieces, counts, moved, meter, last=True)
         of: dict[Head, list[Distilled]] = {head: [] for head in heads}
         for piece, distilled in zip(pieces, found, strict=True):
             of[piece.head].append(distilled)
@@ -148,7 +185,7 @@ class KVSculpt(SelectFit):
 
     # ---- budgets ----
 
-    def _heads(self, view: LayerView) -> Iterator[Head]:
+    def _heads(self, view: LayerView, beside: Part | None) -> Iterator[Head]:
         """Each row's KV heads, with their tokens that stay and how many others are left to distil to."""
         there = view.valid.sum(-1).tolist()
         for row, real in enumerate(view.real_tokens):
@@ -163,7 +200,12 @@ class KVSculpt(SelectFit):
                     others = slice(first, max(tokens - self.window, first))
                     stays = torch.cat([index[: others.start], index[others.stop :]])
                     stays = stays[max(len(stays) - budget, 0) :]
-                yield Head(view, row, head, stays, others, min(budget, tokens) - len(stays))
+                found = Head(view, row, head, stays, others, min(budget, tokens) - len(stays))
+                if beside is not None:
+                    found = replace(
+                        found, beside=(beside[0][row, found.members], beside[1][row, found.members])
+                    )
+                yield found
 
     def _budgets(self, pieces: Sequence[Piece], pilot: Sequence[Distilled]) -> list[int]:
         """Tokens of each piece.
@@ -183,7 +225,7 @@ class KVSculpt(SelectFit):
                 least = torch.tensor([len(parts[head]) for head in heads])
                 counts = self._adapted(heads, errors, least)
             shared |= {
-                head: _shares(n, [part.scores for part in parts[head]]) for head, n in zip(heads, counts)
+                head: shares(n, [part.scores for part in parts[head]]) for head, n in zip(heads, counts)
             }
         return [count for head in parts for count in shared[head]]
 
@@ -219,11 +261,14 @@ class KVSculpt(SelectFit):
         start: Sequence[Distilled] | None,
         meter: _Meter,
         last: bool = False,
+        changed: Mapping[int, Tensor] | None = None,
     ) -> list[Distilled]:
         """Every piece to its count: those of about a size together, as many as memory allows.
 
         Pieces of a head go one after the other, layer by layer: each sees those before it as they were distilled, and
         makes up for their errors. When all are done, so do the values of those before.
+
+        `changed` has a layer's sampled queries (batch, heads, n, key_dim) as the layers below, distilled, lead to them.
         """
 
         def turn(piece: Piece) -> tuple[str, int, int]:
@@ -233,22 +278,22 @@ class KVSculpt(SelectFit):
         order = sorted(range(len(pieces)), key=lambda i: (turn(pieces[i]), -counts[i]))
         views = {id(piece.head.view): piece.head.view for piece in pieces}.values()
         heads = max((len(view.real_tokens) * view.keys.shape[1] for view in views), default=1)
-        standing = lru_cache(heads)(self._standing)
+        standing = lru_cache(heads)(partial(self._standing, changed=changed))
         results: dict[int, Distilled] = {}
         room = [pieces[i].bytes(counts[i]) for i in order]
         turns = [turn(pieces[i]) for i in order]
-        for part in _slices([counts[i] for i in order], room, turns, self._room(pieces)):
+        for part in slices([counts[i] for i in order], room, turns, self._room(pieces)):
             index, view = order[part], pieces[order[part.start]].head.view
             name = f"{'main' if last else 'pilot'}-{view.layer_idx}-{part.start}"
             sizes = [0 if last else pieces[i].size for i in index]
-            done = _unpacked(meter.work.kept(name), [counts[i] for i in index], sizes, view.keys.device)
+            done = unpacked(meter.work.kept(name), [counts[i] for i in index], sizes, view.keys.device)
             if done is None:
                 problems = [
                     Problem.of(pieces[i], counts[i], standing(pieces[i].head), start[i] if start else None)
                     for i in index
                 ]
                 done = self._solve(problems, meter, last)
-                meter.work.keep(name, _packed(done))
+                meter.work.keep(name, packed(done))
             else:
                 steps = self.steps if last else self.pilot_steps
                 meter.add(sum(_effort(counts[i], steps) for i in index))
@@ -283,11 +328,56 @@ class KVSculpt(SelectFit):
         on_cpu = bool(pieces) and pieces[0].head.view.keys.device.type == "cpu"
         return SLICE_BYTES[on_cpu]
 
-    def _standing(self, head: Head) -> Standing:
-        """Training queries of a head, and their attention over the whole prompt."""
-        asked = training(head.view, head.row, head.head, self.queries, self.window, self.horizon)
-        whole = asked.attend()
-        return Standing(asked, whole, whole)
+    def _standing(self, head: Head, changed: Mapping[int, Tensor] | None = None) -> Standing:
+        """Training queries of a head, and exact attention: theirs, or that of what they were before they changed."""
+
+        def asked(view: LayerView) -> Training:
+            return training(view, head.row, head.head, self.queries, self.window, self.horizon, head.beside)
+
+        exact = asked(head.view)
+        whole = exact.attend()
+        if changed is None:
+            return Standing(exact, whole, whole)
+        now = asked(replace(head.view, sampled=changed[head.view.layer_idx]))
+        return Standing(now, whole, now.attend())
+
+    def _cascade(
+        self,
+        heads: Sequence[Head],
+        pieces: Sequence[Piece],
+        counts: Sequence[int],
+        start: Sequence[Distilled] | None,
+        meter: _Meter,
+    ) -> list[Distilled]:
+        """Layer after layer, as a second reading of the sampled tokens comes to them.
+
+        Each token gets what it got in the first reading, and what its query, asked again after the prompt, now gets of
+        the distilled tokens more than the exact query got of all: where nothing is lost nothing changes.
+        """
+        found: dict[int, Distilled] = {}
+
+        def answer(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            own = [head for head in heads if head.view.layer_idx == layer]
+            index = [i for i, piece in enumerate(pieces) if piece.head.view.layer_idx == layer]
+            changed = {layer: query}
+            some = [pieces[i] for i in index], [counts[i] for i in index], start and [start[i] for i in index]
+            found.update(zip(index, self._distil(*some, meter, True, changed), strict=True))
+            view = own[0].view
+            output = first_reading(view)
+            for head in own:
+                parts = [found[i] for i in index if pieces[i].head is head]
+                change = self._standing(head, changed).change(head.others, parts)
+                real = view.valid[head.row, :, view.sampled_index].any(0)
+                change = change.unflatten(0, (head.members.stop - head.members.start, -1))[
+                    :, : int(real.sum())
+                ]
+                output[head.row, head.members, real] += change
+            return output
+
+        view = heads[0].view
+        assert view.again is not None and view.sampled_index is not None
+        view.again(view.sampled_index, view.positions[:, view.sampled_index], answer)
+        return [found[i] for i in range(len(pieces))]
 
     def _solve(self, problems: Sequence[Problem], meter: _Meter, last: bool) -> list[Distilled]:
         """Move keys and solve for values in turn, all pieces at once; a pilot only wants to know how well that went."""
@@ -324,7 +414,7 @@ class KVSculpt(SelectFit):
             keep_better(solver.x.view_as(best))
             meter.add(now * tokens)
 
-        dtype = _half(view)
+        dtype = half(view)
         cast = best.to(dtype).float()
         sound = cast.isfinite().flatten(1).all(1)
         cast = torch.where(sound[:, None, None], cast, batch.keys.to(dtype).float())
@@ -348,161 +438,8 @@ class KVSculpt(SelectFit):
             for i, (problem, count) in enumerate(zip(problems, batch.counts, strict=True))
         ]
 
-    def _solver(self, x: Tensor) -> LBFGS | _Adam:
-        return LBFGS(x) if self.optimiser == "lbfgs" else _Adam(x, self.rate)
-
-
-class _Adam:
-    """The control: the interface of `LBFGS`."""
-
-    def __init__(self, x: Tensor, rate: float):
-        self.x = x.clone()
-        self._adam = torch.optim.Adam([self.x], lr=rate)
-
-    def run(self, objective: Objective, iterations: int) -> Tensor:
-        every = torch.arange(len(self.x), device=self.x.device)
-        for _ in range(iterations):
-            loss, self.x.grad = objective(self.x, every)
-            self._adam.step()
-        return loss
-
-
-@dataclass(frozen=True, eq=False)
-class Head:
-    """One KV head of one row of one layer.
-
-    Attributes
-    ----------
-    view : LayerView
-    row, head : int
-    stays : (n,) int64
-        Which of its tokens stay as they are.
-    others : slice
-        Those that do not.
-    free : int
-        Keys and values that these are distilled to.
-    """
-
-    view: LayerView
-    row: int
-    head: int
-    stays: Tensor
-    others: slice
-    free: int
-
-    def pieces(self, chunk: int | None) -> list[Piece]:
-        """Its other tokens in pieces of about a chunk, each with as large a share of the tokens as of the budget."""
-        tokens = self.others.stop - self.others.start
-        number = min(math.ceil(tokens / (chunk or tokens)), self.free) if tokens else 0
-        shares = [self.free * i // number for i in range(number + 1)] if number else []
-        cuts = [self.others.start + tokens * share // self.free for share in shares]
-        return [
-            Piece(self, i, slice(*cuts[i : i + 2]), shares[i + 1] - shares[i]) for i in range(len(shares) - 1)
-        ]
-
-    def kept(self, parts: Sequence[Distilled]) -> Kept:
-        """Distilled keys and values, then the tokens that stay."""
-        positions = self.view.valid[self.row, self.head].nonzero().flatten()
-        chosen = [part.chosen.to(positions.device) for part in parts]
-        own = positions[self.stays]
-        keys, values = self.view.keys[self.row, self.head], self.view.values[self.row, self.head]
-        dtype = _half(self.view)
-        return Kept(
-            positions[torch.cat([*chosen, self.stays])],
-            torch.cat([*(part.keys.to(keys.device) for part in parts), keys[own].to(dtype)]),
-            torch.cat([*(part.values.to(keys.device) for part in parts), values[own].to(dtype)]),
-        )
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Neighbouring tokens of a head that are distilled together, and how many they become if all get the same."""
-
-    head: Head
-    number: int
-    tokens: slice
-    uniform: int
-
-    @property
-    def size(self) -> int:
-        """Tokens before."""
-        return int(self.tokens.stop - self.tokens.start)
-
-    def bytes(self, count: int) -> int:
-        """What its distillation holds, about: queries with their targets, and keys with histories of 10 pairs."""
-        view = self.head.view
-        assert view.sampled is not None
-        queries = view.sampled.shape[1] // view.keys.shape[1] * view.sampled.shape[2]
-        key_dim, value_dim = view.keys.shape[-1], view.values.shape[-1]
-        return 4 * (queries * (key_dim + 2 * value_dim) + 30 * count * key_dim)
-
-
-@dataclass
-class Standing:
-    """Training queries of a head, their exact attention, and that with what is distilled of it so far."""
-
-    asked: Training
-    whole: Part
-    now: Part
-
-    def take(self, piece: Piece, distilled: Distilled) -> None:
-        """A piece is distilled."""
-        _, rest = self.asked.apart(self.now, piece.tokens)
-        self.now = merge([rest, softmax_part(self.scores(distilled), distilled.values.float())])
-
-    def scores(self, distilled: Distilled) -> Tensor:
-        """Logits (queries, n) of distilled keys."""
-        scores = (self.asked.queries * self.asked.scaling) @ distilled.keys.float().t()
-        return soft_cap(scores, self.asked.softcap)
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A piece, what its tokens weigh, those chosen to start from, their keys and values, the first keys, what is asked.
-
-    The rest of the prompt is there, too, so that an error is one of the whole output.
-    """
-
-    piece: Piece
-    scores: Tensor
-    chosen: Tensor
-    keys: Tensor
-    values: Tensor
-    start: Tensor
-    asked: Questions
-
-    @classmethod
-    def of(cls, piece: Piece, count: int, standing: Standing, pilot: Distilled | None) -> Problem:
-        """From what is asked of its head, and what of that is distilled already."""
-        full = standing.asked
-        weights, rest = full.apart(standing.now, piece.tokens)
-        # Squared errors count, so squared attention does.
-        scores = weights.square_().sum(0)
-        chosen = scores.topk(count).indices.sort().values + piece.tokens.start
-        keys, values = full.keys[chosen], full.values[chosen]
-        start = keys if pilot is None else pilot.moved(chosen, keys)
-        return cls(piece, scores, chosen, keys, values, start, Questions.of(full, standing.whole, rest))
-
-
-@dataclass(frozen=True)
-class Distilled:
-    """What became of a piece: the tokens it started from, their new keys and values in 16 bits, its held-out error.
-
-    A pilot also says what all of its tokens weigh.
-    """
-
-    chosen: Tensor
-    keys: Tensor
-    values: Tensor
-    error: Tensor
-    scores: Tensor
-
-    def moved(self, chosen: Tensor, keys: Tensor) -> Tensor:
-        """Keys of other tokens, where this one has moved them: as it has."""
-        both = torch.isin(chosen, self.chosen)
-        keys = keys.clone()
-        keys[both] = self.keys[torch.searchsorted(self.chosen, chosen[both])].to(keys.dtype)
-        return keys
+    def _solver(self, x: Tensor) -> LBFGS | Adam:
+        return LBFGS(x) if self.optimiser == "lbfgs" else Adam(x, self.rate)
 
 
 @dataclass
@@ -521,58 +458,3 @@ class _Meter:
 def _effort(count: int, steps: int) -> int:
     """Work of distilling to so many tokens, about: solving for values counts as much as three steps."""
     return count * (steps + 3)
-
-
-def _half(view: LayerView) -> torch.dtype:
-    """The dtype that a layer is stored in."""
-    return view.keys.dtype if view.keys.dtype in (torch.float16, torch.bfloat16) else torch.float16
-
-
-def _shares(count: int, scores: Sequence[Tensor]) -> list[int]:
-    """How many of the best tokens are in each piece; at least one."""
-    if len(scores) == 1:
-        return [count]
-    piece = torch.arange(len(scores)).repeat_interleave(torch.tensor([len(each) for each in scores]))
-    best = torch.cat(list(scores)).topk(count).indices.cpu()
-    shares = piece[best].bincount(minlength=len(scores)).clamp_min(1)
-    for _ in range(int(shares.sum()) - count):
-        shares[shares.argmax()] -= 1
-    found: list[int] = shares.tolist()
-    return found
-
-
-def _packed(done: Sequence[Distilled]) -> dict[str, Tensor]:
-    names = ("chosen", "keys", "values", "scores")
-    packed = {name: torch.cat([getattr(one, name) for one in done]) for name in names}
-    return {**packed, "error": torch.stack([one.error for one in done])}
-
-
-def _unpacked(
-    packed: Mapping[str, Tensor] | None, counts: Sequence[int], sizes: Sequence[int], device: torch.device
-) -> list[Distilled] | None:
-    """What `_packed` made of pieces with such counts, and scores of such sizes, else None."""
-    if packed is None or [len(packed[name]) for name in ("error", "chosen", "scores")] != [
-        len(counts),
-        sum(counts),
-        sum(sizes),
-    ]:
-        return None
-    on = {name: tensor.to(device) for name, tensor in packed.items()}
-    columns = (on[name].split(list(counts)) for name in ("chosen", "keys", "values"))
-    scores = on["scores"].split(list(sizes))
-    return [Distilled(*each) for each in zip(*columns, on["error"], scores, strict=True)]
-
-
-def _slices(
-    counts: Sequence[int], sizes: Sequence[int], turns: Sequence[object], room: int
-) -> Iterator[slice]:
-    """Runs of one turn that memory allows together, and whose counts do not pad each other by more than a quarter."""
-    start = used = 0
-    for i, (count, size) in enumerate(zip(counts, sizes, strict=True)):
-        alike = turns[i] == turns[start] and count >= 0.75 * counts[start]
-        if i > start and (used + size > room or not alike):
-            yield slice(start, i)
-            start, used = i, 0
-        used += size
-    if counts:
-        yield slice(start, len(counts))

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from kvfold.kernels.reference import Part, merge, soft_cap, softmax_part
+from kvfold.kernels.reference import Part, attend, merge, soft_cap, softmax_part
 from kvfold.methods.base import LayerView
 
-Source = Literal["reread", "future", "synthetic"]
-
+Source = Literal["reread", "future", "synthetic", "repeat"]
 
 BLOCK, BESIDE = 2048, 128
 """Tokens whose logits are held at once; queries whose logits over what is beside them are."""
@@ -97,7 +97,15 @@ class Training:
         return weights, (rest, lse + share.log())
 
 
-def training(view: LayerView, row: int, head: int, source: Source, window: int, horizon: int) -> Training:
+def training(
+    view: LayerView,
+    row: int,
+    head: int,
+    source: Source,
+    window: int,
+    horizon: int,
+    beside: Part | None = None,
+) -> Training:
     """Training queries of one KV head of one row.
 
     Parameters
@@ -105,14 +113,18 @@ def training(view: LayerView, row: int, head: int, source: Source, window: int, 
     view : LayerView
         With `queries` and `sampled`, of a model that caches keys and values as they are attended to.
     row, head : int
-    source : "reread", "future" or "synthetic"
+    source : "reread", "future", "synthetic" or "repeat"
         "future": the sampled queries, un-RoPEd and turned to the `horizon` positions after the prompt, in turn, where
         they see all of it. "reread": they also see the tokens that they come from, as if these were read again there:
         what a query finds among them it does not ask of the prompt. "synthetic": `horizon` of them, drawn at random,
-        one for each position (KVSculpt, section on synthetic queries).
+        one for each position (KVSculpt, section on synthetic queries). "repeat": the sampled queries are those of
+        `repeated`, and stay as they are.
     window : int
         Real queries added: the newest, each of which sees what is before it.
     horizon : int
+    beside : Part, optional
+        For "repeat": attention of the group's queries over what they see beside the prompt, (group, n, value_dim) and
+        (group, n).
     """
     assert view.queries is not None and view.sampled is not None and view.sampled_index is not None
     device, group = view.keys.device, view.sampled.shape[1] // view.keys.shape[1]
@@ -125,7 +137,7 @@ def training(view: LayerView, row: int, head: int, source: Source, window: int, 
         index, query = index[drawn], query[:, drawn]
     ahead = torch.arange(len(index), device=device) % horizon
     turned = query
-    if view.rotary is not None and len(index):
+    if view.rotary is not None and len(index) and source != "repeat":
         plain = view.rotary.unrotate(query, view.positions[row, index])
         turned = view.rotary.rotate(plain, view.positions[row, -1] + 1 + ahead)
     count = min(window, view.queries.shape[2], int(view.valid[row].any(0).sum()))
@@ -136,6 +148,8 @@ def training(view: LayerView, row: int, head: int, source: Source, window: int, 
     keys, values = view.keys[row, head, positions].float(), view.values[row, head, positions].float()
     lse = keys.new_full((group, len(last)), -torch.inf)
     output = values.new_zeros(*lse.shape, values.shape[1])
+    if beside is not None:
+        output[:, : len(index)], lse[:, : len(index)] = (part[:, real] for part in beside)
     if source == "reread":
         for start in range(0, len(index), BESIDE):
             part = slice(start, min(start + BESIDE, len(index)))
@@ -162,3 +176,63 @@ def training(view: LayerView, row: int, head: int, source: Source, window: int, 
         view.softcap,
         count,
     )
+
+
+def repeated(views: Sequence[LayerView], sampled: int, span: int) -> list[tuple[LayerView, Part]]:
+    """Queries that the model has when it reads parts of the prompt once more after its end, as if it repeated them.
+
+    Spans of neighbouring tokens, evenly over the prompt, each at the positions after it: a query sees the whole prompt
+    and what is before it in its span.
+
+    Parameters
+    ----------
+    views : sequence of LayerView
+        Every layer's, with `again`.
+    sampled, span : int
+        Tokens at most, and of a span.
+
+    Returns
+    -------
+    Of each layer: the view with these queries as sampled ones, and their attention (batch, heads, n, value_dim) and
+    (batch, heads, n) over their spans.
+    """
+    first = views[0]
+    assert first.again is not None
+    tokens = first.tokens
+    spans = -(-min(sampled, tokens) // span)
+    starts = torch.arange(spans, device=first.keys.device) * max(tokens - span, 0) // max(spans - 1, 1)
+    index = (starts[:, None] + torch.arange(min(span, tokens), device=starts.device)).flatten()
+    step = torch.arange(len(index), device=index.device)
+    positions = first.positions[:, -1:] + 1 + step % min(span, tokens)
+    own = (step[:, None] >= step) & (step[:, None] // min(span, tokens) == step // min(span, tokens))
+    of_layer = {view.layer_idx: view for view in views}
+    found = {}
+
+    def answer(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        view = of_layer[layer]
+        beside = attend(query, key, value, view.scaling, own[None, None], view.softcap)
+        found[layer] = replace(view, sampled=query, sampled_index=index), beside
+        return merge([_prompt(view, query, torch.full_like(index, view.tokens)), beside])[0]
+
+    first.again(index, positions, answer)
+    return [found[view.layer_idx] for view in views]
+
+
+def first_reading(view: LayerView) -> Tensor:
+    """What the sampled queries got of the prompt when it was read, (batch, heads, n, value_dim) float32."""
+    assert view.sampled is not None and view.sampled_index is not None
+    return _prompt(view, view.sampled, view.sampled_index)[0]
+
+
+def _prompt(view: LayerView, query: Tensor, last: Tensor) -> Part:
+    """Attention of queries (batch, heads, n, key_dim) over a prompt's tokens up to the `last` (n,) of each."""
+    group = query.shape[1] // view.keys.shape[1]
+    outputs, lses = [], []
+    for start in range(0, len(last), 256):
+        part = slice(start, start + 256)
+        seen = torch.arange(view.tokens, device=last.device) <= last[part, None]
+        mask = (view.valid[:, :, None] & seen).repeat_interleave(group, 1)
+        output, lse = attend(query[:, :, part], view.keys, view.values, view.scaling, mask, view.softcap)
+        outputs.append(output)
+        lses.append(lse)
+    return torch.cat(outputs, 2), torch.cat(lses, 2)
