@@ -2,7 +2,8 @@
 
     python benchmarks/kvsculpt.py MODEL OUT.jsonl TEXT... [--passages 8] [--keep .3 .5 .7] [--forms NAME...] [--seconds 300]
 
-Of each text (.txt or .gz), passages spread evenly over it, in turn over the texts; each is read once and folded by every form.
+Of each text (.txt or .gz), the first --passages of eight spread evenly over it, in turn over the texts; each is read once and
+folded by every form.
 The 128 tokens after it are drawn from the full model (temperature 1, one seed a passage), which makes the mean KL(full || folded)
 that of whole continuations; the text's own next 128 are beside it. A layer's error is the mean squared difference that folding
 makes to its attention's output for the queries of the generated tokens, which no method has seen, with exact states before.
@@ -158,7 +159,7 @@ def passages(tokenizer: Any, texts: list[Path], count: int, tokens: int) -> Iter
         whole.append(tokenizer(text, return_tensors="pt").input_ids)
     for number in range(count):
         for path, ids in zip(texts, whole, strict=True):
-            start = (ids.shape[1] - tokens - NEXT - 1) * (2 * number + 1) // (2 * count)
+            start = (ids.shape[1] - tokens - NEXT - 1) * (2 * number + 1) // (2 * max(count, 8))
             yield path.name.split(".")[0], number, ids[:, start : start + tokens + NEXT + 1]
 
 
