@@ -19,6 +19,7 @@ from kvfold.kernels.records import (
     book,
     make_plan,
     problem,
+    turned_biases,
 )
 from tests.stores.checks import SharingTurn
 
@@ -259,6 +260,8 @@ def check_turned(dim, group, tokens, planes, still, device):
     logits = torch.zeros(2, 2, -(-tokens // 64) * 64, group, device=device)
     logits[:, :, :tokens] = (turned.double() @ query.double().transpose(2, 3)).float()
     turning = Turning(circles, factors, coarse_pairs(tables), tables.fine)
+    alone = turned_biases(turning, tokens)
+    assert torch.allclose(alone, logits[:, :, :tokens], atol=2e-5 * float(logits.abs().max()))
     found = attend(case.query, case.records, 0.1, turned=turning)
     same(found, case.expected(0.1, logits.flatten(0, 2)), 2e-3)
 

@@ -20,7 +20,6 @@ from torch import Tensor
 from kvfold.kernels import dense_decode, ragged_decode, records
 from kvfold.kernels.dense_decode import Exact
 from kvfold.kernels.position_bias import (
-    FINE,
     MOST_PLANES,
     Circles,
     Turns,
@@ -178,24 +177,18 @@ def attend(
         ORDER=order is not None, ROTATED=turn is not None, PLANES=planes, REAL=0 if turned is None else turned.circles.real,
         SHIFTED=shifted[0] is not query, EARLY=not INTERPRETED and query.is_cuda, BLOCK=CHANNELS, num_warps=4, **ways,
     )  # fmt: skip
-    bias = None
+    bias = turning = None
     slots = max(coded.slots) if coded.positions is None else 0 if turned is None else turned.tokens
-    if turned is not None and tables is not None and not inside:
-        bias = turned_to.new_empty(rows, coded.kv_heads, slots, group)
-        coarse = max(1, 64 // group)
-        kernels.position_bias[(-(-slots // (FINE * coarse)), coded.kv_heads * rows)](
-            factors, turned.circles.channels, _pairs(turned, tables), tables.fine, bias,
-            len(tables.coarse_cos), slots,
-            tables.fine.shape[1], GROUP=group, DIM=dim, PLANES=planes, COARSE=coarse, M=max(16, _power(coarse * group)), FINE=FINE, num_warps=4,
-        )  # fmt: skip
+    if turned is not None and tables is not None:
+        turning = Turning(turned.circles, factors, _pairs(turned, tables), tables.fine)
+        if not inside:
+            bias = records.turned_biases(turning, slots)
     if hidden is not None:
         if bias is None:
             bias = turned_to.new_zeros(rows, coded.kv_heads, max(slots, hidden.shape[1]), group)
         bias[:, :, : hidden.shape[1]].masked_fill_(hidden[:, None, :, None], -torch.inf)
-    told = None
-    if turned is not None and tables is not None and inside:
-        told = Turning(turned.circles, factors, _pairs(turned, tables), tables.fine)
-    mixed, sums = records.attend(turned_to, coded, 1.0, _placed(bias, coded), told, early=bias is None)
+    within = turning if inside else None
+    mixed, sums = records.attend(turned_to, coded, 1.0, _placed(bias, coded), within, early=bias is None)
     partial, partial_lse = (mixed, sums) if exact_part is None else exact_part
     _joined(query.device)
     output = query.new_empty(rows, heads, queries, dim, dtype=dtype)

@@ -246,6 +246,87 @@ template <int W> DEVICE void values(float (&o)[SETS][TILES][2], float (&offset)[
   }
 }
 
+// ---- the logits of a turned vector ----
+
+#if BIAS > 2
+struct Circles {   // of one (row, KV head), in shared memory
+  __align__(16) uint32_t near[4][STEPS][32][4];   // fine turns as the left operand: sixteen tokens, eight planes
+  float2 factors[HEADS][PLANES];
+  int firsts[PLANES];
+
+  DEVICE void fill(const Problem& p, int head, float unit) {   // by the whole block
+    const int2* channels = p.channels + (size_t)head * PLANES;
+    if (threadIdx.x < PLANES) firsts[threadIdx.x] = __ldg(channels + threadIdx.x).x;
+    for (int k = threadIdx.x; k < HEADS * PLANES; k += THREADS) {
+      float2 f = {0.f, 0.f};
+      if (k < p.group * PLANES) f = __ldg(p.factors + (size_t)head * p.group * PLANES + k);
+      factors[k / PLANES][k % PLANES] = {f.x * unit, f.y * unit};
+    }
+    for (int k = threadIdx.x; k < 4 * STEPS * 128; k += THREADS) {   // register r of a lane
+      const int r = k & 3, lane = k >> 2 & 31, step = k / 128 % STEPS, tile = k / 128 / STEPS;
+      const int2 channel = __ldg(channels + step * 8 + (r >> 1) * 4 + (lane & 3));
+      const float* row = p.fine + (tile * 16 + (r & 1) * 8 + (lane >> 2)) * p.fine_stride;
+      near[tile][step][lane][r] = halves(__ldg(row + channel.x), __ldg(row + channel.y));
+    }
+  }
+  // Of planes t, t + 4, ... to the first of 64 tokens.
+  DEVICE void turn(float2 (&turns)[2 * STEPS], const float2* coarse, int index, int t) const {
+    const float2* from = coarse + (size_t)index * HEAD_DIM;
+#pragma unroll
+    for (int k = 0; k < 2 * STEPS; k++) turns[k] = global64(from + firsts[4 * k + t]);
+  }
+  // A lane has head t of each set, tokens 16 i + 8 j + g.
+  DEVICE void logits(float (&v)[SETS][4][2], const float2 (&turns)[2 * STEPS], int lane) const {
+    const int g = lane >> 2, t = lane & 3;
+    const uint32_t near_at = address(near) + lane * 16;
+#pragma unroll
+    for (int s = 0; s < SETS; s++) {   // columns of the right operand: halves of head 0, rests of head 0, halves of head 1, ...
+      uint32_t turned[STEPS][2];
+#pragma unroll
+      for (int k = 0; k < 2 * STEPS; k++) {
+        const float2 f = factors[s * 4 + (g >> 1)][4 * k + t];
+        const float x = fmaf(f.x, turns[k].x, f.y * turns[k].y), y = fmaf(f.y, turns[k].x, -f.x * turns[k].y);
+        turned[k / 2][k % 2] = g & 1 ? rests(x, y) : halves(x, y);
+      }
+#pragma unroll
+      for (int k = 0; k < 4; k++) {
+        float d[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+        for (int j = 0; j < STEPS; j++) mma_turns(d, shared128(near_at + (k * STEPS + j) * 512), turned[j]);
+        v[s][k][0] = d[0] + d[1]; v[s][k][1] = d[2] + d[3];
+      }
+    }
+  }
+};
+
+// All of them, for records whose tokens do not lie in order: p.lse is (row heads, bias_stride, group).
+__global__ void __launch_bounds__(THREADS) turned_biases(const Problem p, int turns_a_block) {
+  __shared__ Circles circles;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, head = blockIdx.y;
+  const int count = (p.bias_stride + TOKENS - 1) / TOKENS;
+  circles.fill(p, head, 1.f);
+  __syncthreads();
+  const int stop = min(count, (int)(blockIdx.x + 1) * turns_a_block);
+  int i = blockIdx.x * turns_a_block + warp;
+  float2 turns[2 * STEPS], next[2 * STEPS];
+  if (i < stop) circles.turn(next, p.coarse, i, t);
+  for (; i < stop; i += WARPS) {
+#pragma unroll
+    for (int k = 0; k < 2 * STEPS; k++) turns[k] = next[k];
+    if (i + WARPS < stop) circles.turn(next, p.coarse, i + WARPS, t);
+    float v[SETS][4][2];
+    circles.logits(v, turns, lane);
+#pragma unroll
+    for (int s = 0; s < SETS; s++)
+#pragma unroll
+      for (int k = 0; k < 8; k++) {
+        const int slot = i * TOKENS + 8 * k + g, h = s * 4 + t;
+        if (slot < p.bias_stride && h < p.group) p.lse[((size_t)head * p.bias_stride + slot) * p.group + h] = v[s][k / 2][k % 2];
+      }
+  }
+}
+#endif
+
 // ---- the kernel ----
 
 struct Shared {   // behind the rings
@@ -255,9 +336,7 @@ struct Shared {   // behind the rings
   float scales[HEADS][TILES];        // of the tile's group
   __align__(16) uint8_t books[(TILES + 1) * BOOK];
 #if BIAS > 2
-  __align__(16) uint32_t near[4][STEPS][32][4];   // fine turns as the left operand: sixteen tokens, eight planes
-  float2 factors[HEADS][PLANES];
-  int firsts[PLANES];
+  Circles circles;
 #endif
   int last;
 };
@@ -362,20 +441,7 @@ __global__ void __launch_bounds__(THREADS) attend(const Problem p) {
   }
   if (threadIdx.x < (TILES + 1) * BOOK / 16) reinterpret_cast<float4*>(sh.books)[threadIdx.x] = book;
 #if BIAS > 2
-  const int2* channels = p.channels + (size_t)w.head * PLANES;
-  if (threadIdx.x < PLANES) sh.firsts[threadIdx.x] = __ldg(channels + threadIdx.x).x;
-  for (int k = threadIdx.x; k < HEADS * PLANES; k += THREADS) {
-    const int h = k / PLANES;
-    float2 f = {0.f, 0.f};
-    if (h < p.group) f = __ldg(p.factors + (size_t)w.head * p.group * PLANES + k);
-    sh.factors[h][k - h * PLANES] = {f.x * 1.4426950408889634f, f.y * 1.4426950408889634f};
-  }
-  for (int k = threadIdx.x; k < 4 * STEPS * 128; k += THREADS) {   // register r of a lane
-    const int r = k & 3, of = k >> 2 & 31, step_of = k / 128 % STEPS, tile = k / 128 / STEPS;
-    const int2 channel = __ldg(channels + step_of * 8 + (r >> 1) * 4 + (of & 3));
-    const float* row = p.fine + (tile * 16 + (r & 1) * 8 + (of >> 2)) * p.fine_stride;
-    sh.near[tile][step_of][of][r] = halves(__ldg(row + channel.x), __ldg(row + channel.y));
-  }
+  sh.circles.fill(p, w.head, 1.4426950408889634f);
 #endif
   __syncthreads();
 
@@ -412,17 +478,11 @@ __global__ void __launch_bounds__(THREADS) attend(const Problem p) {
   if (count > 1) places(1);
 #endif
 #if BIAS > 2
-  const uint32_t near_at = address(sh.near) + lane * 16;
   float2 turns[2 * STEPS];
-  auto turn = [&](int i) {   // of planes t, t + 4, ... to the first token of a record
-    const float2* from = p.coarse + (size_t)(start + i * step) * HEAD_DIM;
-#pragma unroll
-    for (int k = 0; k < 2 * STEPS; k++) turns[k] = global64(from + sh.firsts[4 * k + t]);
-  };
 #endif
   for (int i = 0; i < count; i++) {
 #if BIAS > 2
-    turn(i);
+    sh.circles.turn(turns, p.coarse, start + i * step, t);
 #endif
     barrier_wait(barriers + 8 * stage, phase);
     const uint32_t base = ring_at + stage * p.slot_bytes;
@@ -431,23 +491,7 @@ __global__ void __launch_bounds__(THREADS) attend(const Problem p) {
     // ---- logits: a lane has head t of each set, tokens 16 i + 8 j + g
     float v[SETS][4][2];
 #if BIAS > 2
-#pragma unroll
-    for (int s = 0; s < SETS; s++) {   // columns of the right operand: halves of head 0, rests of head 0, halves of head 1, ...
-      uint32_t turned[STEPS][2];
-#pragma unroll
-      for (int k = 0; k < 2 * STEPS; k++) {
-        const float2 f = sh.factors[s * 4 + (g >> 1)][4 * k + t];
-        const float x = fmaf(f.x, turns[k].x, f.y * turns[k].y), y = fmaf(f.y, turns[k].x, -f.x * turns[k].y);
-        turned[k / 2][k % 2] = g & 1 ? rests(x, y) : halves(x, y);
-      }
-#pragma unroll
-      for (int k = 0; k < 4; k++) {
-        float d[4] = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll
-        for (int j = 0; j < STEPS; j++) mma_turns(d, shared128(near_at + (k * STEPS + j) * 512), turned[j]);
-        v[s][k][0] = d[0] + d[1]; v[s][k][1] = d[2] + d[3];
-      }
-    }
+    sh.circles.logits(v, turns, lane);
 #endif
     {
       int c[SETS][4][4], taken[SETS];
@@ -689,5 +733,13 @@ extern "C" int kvfold_records(const Problem* p, int blocks, int early, void* str
   config.attrs = &attribute; config.numAttrs = early ? 1 : 0;
   return (int)cudaLaunchKernelEx(&config, attend, *p);
 }
+
+#if BIAS > 2
+extern "C" int kvfold_turned_biases(const Problem* p, int row_heads, int turns_a_block, void* stream) {
+  const int blocks = (p->bias_stride + TOKENS * turns_a_block - 1) / (TOKENS * turns_a_block);
+  turned_biases<<<dim3(blocks, row_heads), THREADS, 0, (cudaStream_t)stream>>>(*p, turns_a_block);
+  return (int)cudaGetLastError();
+}
+#endif
 
 extern "C" const char* kvfold_records_error(int code) { return cudaGetErrorString((cudaError_t)code); }

@@ -24,14 +24,14 @@ import torch
 from torch import Tensor
 
 from kvfold.codecs.fragments import TOKENS, RecordFormat, numbers, unpack
-from kvfold.kernels.position_bias import Circles
+from kvfold.kernels.position_bias import MOST_PLANES, Circles
 from kvfold.kernels.reference import Part, softmax_part
 
 BOOK = 32
 """Bytes of a tile's levels: 16 of width 4, 8, 4 and 2 of widths 3, 2 and 1, then the index of its group."""
 HEAD_DIMS = (64, 80, 96, 112, 128, 256)
 MOST_GROUP = 16
-_MOST_SPLITS, _MOST_STAGES = 128, 4
+_MOST_SPLITS, _MOST_STAGES, _BIAS_WARPS = 128, 4, 8
 
 
 @dataclass(frozen=True)
@@ -582,6 +582,47 @@ def _(
     return torch.empty_like(query), query.new_empty(query.shape[:2])
 
 
+def turned_biases(turned: Turning, slots: int) -> Tensor:
+    """Logits (rows, kv_heads, slots, group) float32 of turned vectors at every position: a bias for records with positions.
+
+    By a kernel where there is one, which turns at most `MOST_PLANES` planes, else by plain torch.
+    """
+    rows, kv_heads, planes, _ = turned.circles.channels.shape
+    group, dim = turned.factors.shape[1] // kv_heads, turned.coarse.shape[1]
+    if planes > MOST_PLANES or problem(turned.factors.device, dim, group) is not None:
+        factors = turned.factors.view(rows, kv_heads, group, planes, 2)
+        return turned.circles.logits(factors, turned.coarse, turned.fine, slots).transpose(2, 3).contiguous()
+    found: Tensor = torch.ops.kvfold.turned_biases(*turned.tensors, group, slots)
+    return found
+
+
+@torch.library.custom_op("kvfold::turned_biases", mutates_args=(), device_types="cuda")
+def _turned_biases(
+    factors: Tensor, channels: Tensor, coarse: Tensor, fine: Tensor, group: int, slots: int
+) -> Tensor:
+    rows, kv_heads, planes, _ = channels.shape
+    bias = factors.new_empty(rows, kv_heads, slots, group)
+    turns, most = -(-slots // TOKENS), _BIAS_WARPS
+    a_block = max(most, -(-turns * rows * kv_heads // (8 * 132) // most) * most)
+    given = _Problem()
+    given.factors, given.channels, given.coarse, given.fine, given.lse = (
+        x.data_ptr() for x in (factors, channels, coarse, fine, bias)
+    )
+    given.group, given.bias_stride, given.fine_stride = group, slots, fine.shape[1]
+    library = _library(coarse.shape[1], _sets(group), _BIAS_WARPS, planes)
+    with torch.cuda.device(factors.device):
+        stream = torch.cuda.current_stream().cuda_stream
+        code = library.kvfold_turned_biases(ctypes.byref(given), rows * kv_heads, a_block, stream)
+    if code:
+        raise RuntimeError(f"logits of a turned vector failed: {library.kvfold_records_error(code).decode()}")
+    return bias
+
+
+@_turned_biases.register_fake
+def _(factors: Tensor, channels: Tensor, coarse: Tensor, fine: Tensor, group: int, slots: int) -> Tensor:
+    return factors.new_empty(*channels.shape[:2], slots, group)
+
+
 class _Problem(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("query", "records", "books", "work", "bias", "positions")),
@@ -616,5 +657,7 @@ def _library(dim: int, sets: int, warps: int, bias: int) -> ctypes.CDLL:
     macros = {"HEAD_DIM": dim, "SETS": sets, "WARPS": warps, "BIAS": bias}
     library = built("records.cu", macros)
     library.kvfold_records.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_void_p]
+    if bias > 2:
+        library.kvfold_turned_biases.argtypes = library.kvfold_records.argtypes
     library.kvfold_records_error.restype = ctypes.c_char_p
     return library

@@ -65,44 +65,6 @@ def prepare(
 
 
 @triton.jit
-def position_bias(
-    factors, planes, pairs, fine, bias, coarse, slots, stride,
-    GROUP: tl.constexpr, DIM: tl.constexpr, PLANES: tl.constexpr, COARSE: tl.constexpr, M: tl.constexpr, FINE: tl.constexpr,
-):  # fmt: skip
-    """Logits of the turned vector at the positions of some coarse turns: `position_bias.Circles.logits`.
-
-    Fine turns are halves, what they are multiplied with sums of two halves.
-    """
-    own = tl.program_id(1)
-    line, near = tl.arange(0, M), tl.arange(0, FINE)
-    turn, head = tl.program_id(0) * COARSE + line // GROUP, line % GROUP
-    there = (turn < coarse)[None, :] & (line < COARSE * GROUP)[None, :]
-    logits = tl.zeros([FINE, M], tl.float32)
-    for start in tl.static_range(0, PLANES, 16):
-        plane = start + tl.arange(0, 16)
-        first = tl.load(planes + (own * PLANES + plane) * 2)
-        second = tl.load(planes + (own * PLANES + plane) * 2 + 1)
-        from_ = factors + ((own * GROUP + head)[None, :] * PLANES + plane[:, None]) * 2
-        x, y = tl.load(from_, mask=there, other=0.0), tl.load(from_ + 1, mask=there, other=0.0)
-        pair = pairs + (turn[None, :] * DIM + first[:, None]) * 2
-        cos, sin = tl.load(pair, mask=there, other=0.0), tl.load(pair + 1, mask=there, other=0.0)
-        rows = fine + near[:, None] * stride
-        logits = _product(tl.load(rows + first[None, :]), x * cos + y * sin, logits)
-        logits = _product(tl.load(rows + second[None, :]), y * cos - x * sin, logits)
-    slot = turn[None, :] * FINE + near[:, None]
-    real = (line < COARSE * GROUP)[None, :] & (slot < slots)
-    tl.store(bias + (own.to(tl.int64) * slots + slot) * GROUP + head[None, :], logits, mask=real)
-
-
-@triton.jit
-def _product(left, right, total):
-    """The total plus a product whose left side is no more than halves."""
-    left, high = left.to(tl.float16), right.to(tl.float16)
-    low = (right - high.to(tl.float32)).to(tl.float16)
-    return tl.dot(left, low, tl.dot(left, high, total))
-
-
-@triton.jit
 def finish(
     mixed, sums, partial, partial_lse, before, before_lse, query, output, lse, value_scale, matrices, which, key_mean,
     value_mean, splits, scaling,
