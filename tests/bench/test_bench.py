@@ -64,6 +64,15 @@ def test_filled_caches_hold_the_same_bytes_as_a_real_fold(setup):
         assert made.ledger().folded_bytes == pytest.approx(folded.ledger().folded_bytes, rel=0.15)
 
 
+def test_layers_folded_together_share_in_a_filled_cache(setup):
+    method = kvfold.methods.XKV(keep=0.5, layers=2, split=False)
+    made = filled(setup, method, 96, 2)
+    stores = [layer.segments[0].store for layer in made.folded_layers]
+    factors = [store.buffers["key_factors.1"] for store in stores]
+    assert [a is b for a, b in zip(factors, factors[1:])] == [n % 2 == 0 for n in range(len(factors) - 1)]
+    assert made.ledger().folded_ratio <= 0.5
+
+
 def test_attention_tells_bytes_and_ratios(setup):
     rows = list(attention(setup))
     baselines = [row for row in rows if row["kind"] == "baseline"]

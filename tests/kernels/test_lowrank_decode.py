@@ -110,14 +110,7 @@ def check():
                 for dim in (stores[0].key_dim, stores[0].value_dim)
             ),
         )
-        # A store moved by itself would not know the others of its window.
-        known: dict[int, torch.Tensor] = {}
-        moved_stores = [
-            type(store).from_state(
-                {n: known.setdefault(id(t), t.to(DEVICE)) for n, t in store.tensors().items()}, store.meta()
-            )
-            for store in stores
-        ]
+        moved_stores = [store.to(DEVICE) for store in stores]
         chosen = None
         for number, store in enumerate(stores if options.get("choice") == "window" else stores[:1]):
             if store.layout.selected and (number == 0 or store.layout.choice != "window"):
@@ -147,18 +140,31 @@ def check_pieces(store, query, context):
 
 
 def check_choice():
-    """The largest of many, ties and infinities among them."""
-    for chunks, selected in ((5, 2), (300, 299), (1000, 17)):
-        shares = torch.randn(2, chunks)
-        shares[:, ::7] = -torch.inf
-        shares[:, 1::3] = shares[:, 1:2]
+    """The largest of many to within a bin, ties and infinities among them."""
+    kernels = lowrank_decode._kernels()
+    for chunks, selected in ((5, 2), (300, 299), (9000, 400)):
+        logits = torch.randn(2, chunks) * 3
+        logits[:, ::7] = -torch.inf
+        logits[:, 1::3] = logits[:, 1:2]
+        blocks = -(-chunks // 128)
+        padded = torch.full((2, blocks * 128), -torch.inf)
+        padded[:, :chunks] = logits
+        block_lse = padded.view(2, blocks, 128).logsumexp(-1)
+        shares = torch.empty(2, chunks, dtype=torch.int32, device=DEVICE)
+        counts = torch.zeros(2, kernels.BINS, dtype=torch.int32, device=DEVICE)
         chosen = torch.full((2, selected), -1, dtype=torch.int32, device=DEVICE)
-        up = max(128, 1 << (chunks - 1).bit_length())
-        kernel = lowrank_decode._kernels().choose
-        kernel[(2,)](shares.to(DEVICE), chosen, chunks, selected, CHUNKS_UP=up, num_warps=4)
+        kernels.share[(blocks, 2)](
+            logits.to(DEVICE), block_lse.to(DEVICE), shares, counts, chunks, blocks, 0.0, HEADS=1, HEADS_UP=16,
+            BLOCKS_UP=max(16, 1 << (blocks - 1).bit_length()), BLOCK=128, num_warps=4,
+        )  # fmt: skip
+        kernels.choose[(-(-chunks // 1024), 2)](
+            shares, counts, chosen, chunks, selected, BLOCK=1024, WIDE=8192, num_warps=4
+        )
         chosen = chosen.cpu().long()
-        assert bool((chosen.diff(dim=1) > 0).all())
-        assert torch.equal(shares.gather(1, chosen).sort().values, shares.topk(selected).values.sort().values)
+        assert bool((chosen.diff(dim=1) > 0).all()) and bool((chosen[:, 0] >= 0).all())
+        share = logits.softmax(-1)
+        got, best = share.gather(1, chosen).sort().values, share.topk(selected).values.sort().values
+        torch.testing.assert_close(got, best, rtol=0.01, atol=1e-13)
 
 
 def check_all(monkeypatch):

@@ -215,6 +215,18 @@ def test_a_later_turn_with_another_mean_is_put_on_the_basis_there_is():
     assert relative_error(halves[1], second) < 2 * relative_error(halves[0], first)
 
 
+@pytest.mark.parametrize("solver", ["eigh", "subspace"])
+def test_ranks_with_a_budget_are_the_most_it_may_buy(solver):
+    views = alike(rank=40)
+    free = XKV(keep=0.3, split=False, solver=solver).fold(views)
+    few = XKV(keep=0.3, split=False, solver=solver, key_rank=12).fold(views)
+    assert free[0].layout.rows[0].key.rank > 12 == few[0].layout.rows[0].key.rank
+    assert few[0].layout.rows[0].value.rank > 12
+    assert nbytes(few) <= 0.3 * sum(store.full_bytes for store in few)
+    # What the cap leaves out counts as lost.
+    assert few[0].layout.rows[0].key.lost > free[0].layout.rows[0].key.lost
+
+
 def test_subspace_iteration_finds_the_leading_eigenvectors():
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(300, 80, generator=generator, dtype=torch.float64) * 0.9 ** torch.arange(80)
@@ -311,8 +323,9 @@ def test_singular_states_and_few_tokens():
     ("options", "message"),
     [
         ({}, "give keep"),
-        (dict(keep=0.1, key_rank=8, value_rank=8), "give keep"),
+        (dict(keep=0.1, bits_per_element=2), "exactly one"),
         (dict(key_rank=8, widths=(16,)), "both"),
+        (dict(keep=0.1, key_rank=1), "at least 2"),
         (dict(key_rank=8, value_rank=8), "one width"),
         (dict(key_rank=1, value_rank=8, widths=(16,)), "at least 2"),
         (dict(keep=0.1, widths=(4, 16)), "16 alone"),

@@ -199,3 +199,20 @@ def test_damaged_state_is_refused():
         damaged = {**store.tensors(), name: store.tensors()[name][cut]}
         with pytest.raises(ValueError, match=f"row {name[-1]}"):
             store_from_state("lowrank", damaged, store.meta())
+
+
+def test_copies_of_a_window_share_what_it_shares():
+    first, second = XKV(keep=0.5, split=False).fold([view(seed=0), view(seed=1)])
+    names = [name for name, tensor in first.tensors().items() if tensor is second.tensors()[name]]
+    assert {"key_factors.0", "value_factors.0"} <= set(names)
+    one, two = (store.to("meta") for store in (first, second))
+    assert all(one.buffers[name] is two.buffers[name] for name in names)
+    assert first.to("cpu").buffers["key_factors.0"] is first.buffers["key_factors.0"]
+
+    rows = torch.tensor([0, 0, 0])
+    one, two = (store.select(rows) for store in (first, second))
+    copies = [name for name in one.buffers if name.rpartition(".")[0] + ".0" in names]
+    assert len(copies) == 3 * len(names) and all(one.buffers[name] is two.buffers[name] for name in copies)
+    assert one.buffers["key_factors.1"] is not one.buffers["key_factors.2"]
+    held = storage_bytes(t for store in (one, two) for t in store.tensors().values())
+    assert held == 3 * storage_bytes(t for store in (first, second) for t in store.tensors().values())

@@ -94,15 +94,16 @@ def config_of(shape: str, layers: int | None = None) -> Any:
     return CONFIG_MAPPING[kind](**fields, rope_parameters=rope, bos_token_id=None, eos_token_id=None)
 
 
-def one_layer(config: Any) -> Any:
-    """The config of a model of one full-attention layer, all else small: its cache is like any of the model's layers'."""
+def few_layers(config: Any, layers: int = 1) -> Any:
+    """The config of a model of some full-attention layers, all else small: its cache is like that of the model's own."""
     config = copy.deepcopy(text_config(config))
-    config.num_hidden_layers, config.vocab_size = 1, 256
+    # Layers that are factorised together would be of no higher rank than there are tokens to tell apart.
+    config.num_hidden_layers, config.vocab_size = layers, 256 if layers == 1 else 1 << 14
     config.pad_token_id = config.bos_token_id = config.eos_token_id = None
     # The MLP comes after the cache.
     config.intermediate_size = 64
     if getattr(config, "layer_types", None):
-        config.layer_types = ["full_attention"]
+        config.layer_types = ["full_attention"] * layers
     return config
 
 

@@ -114,7 +114,12 @@ def attend(
     -------
     (output (batch, heads, 1, value_dim) of the query's dtype, log-sum-exp (batch, heads, 1) float32)
     """
-    partial, partial_lse = partials(query, history, tail, scaling, softcap, tuned)
+    return merged(query, partials(query, history, tail, scaling, softcap, tuned), before)
+
+
+def merged(query: Tensor, splits_of: Part, before: Part | None = None) -> Part:
+    """Merge what `partials` gives, and attention over yet other tokens; returns as `attend`."""
+    partial, partial_lse = splits_of
     batch, heads, splits, value_dim = partial.shape
     output = query.new_empty(batch, heads, 1, value_dim)
     lse = query.new_empty(batch, heads, 1, dtype=torch.float32)

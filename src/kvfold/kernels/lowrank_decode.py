@@ -8,6 +8,7 @@ graph can replay it. `stores.lowrank` is the plain twin.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -22,12 +23,10 @@ from kvfold.kernels.position_bias import FINE, Turns
 from kvfold.kernels.reference import Part
 from kvfold.kernels.triton_rotated_table import table
 
-__all__ = ["Factors", "attend", "choose", "fits", "problem"]
+__all__ = ["Factors", "attend", "choose", "fits", "key_basis", "narrow", "prepare", "problem"]
 
 MAX_HEADS = 64
 """Most query heads."""
-MAX_CHUNKS = 1 << 14
-"""Most chunks that one block of threads ranks; beyond, `torch.topk` does."""
 PIECE = 1 << 13
 """Tokens in the scratch at a time: about what a cache of 50 MB holds."""
 
@@ -84,6 +83,26 @@ def fits(query: Tensor, keys: Factors, values: Factors) -> bool:
     )
 
 
+def prepare(keys: Factors, values: Factors, landmarks: bool) -> None:
+    """Make the tables that the kernels read, which are kept, on the current stream: launches on others must not."""
+    device = keys.factors.device
+    for side in (keys, values):
+        if side.code is not None:
+            table((side.code,), device)
+        if side.scales is not None:
+            _rotation(side.dim, device)
+    if landmarks:
+        _landmark_tables(keys.dim, device)
+
+
+def narrow(turns: Turns) -> Turns:
+    """Tables of 16 bits: half of what a program reads, and as many registers."""
+    tables = {
+        name: getattr(turns, name).half() for name in ("coarse_cos", "coarse_sin", "fine_cos", "fine_sin")
+    }
+    return turns._replace(**tables)
+
+
 def choose(
     query: Tensor,
     landmarks: Tensor,
@@ -111,30 +130,29 @@ def choose(
 
     Returns
     -------
-    (sets, selected) int32, ascending
+    (sets, selected) int32, ascending; of chunks whose shares differ by less than a hundredth, the first ones
     """
     kernels, (kv_heads, chunks, nbytes) = _kernels(), landmarks.shape
-    heads, dim, block = query.shape[1], query.shape[3], 128
-    ((rotation, levels),) = RotatedCode(((4, dim),)).tables(query.device)
+    heads, dim, block, banned = query.shape[1], query.shape[3], 128, outliers.shape[1]
+    rotation, levels = _landmark_tables(dim, query.device)
     blocks = -(-chunks // block)
     logits = query.new_empty(heads, chunks, dtype=torch.float32)
     block_lse = query.new_empty(heads, blocks, dtype=torch.float32)
-    each = max(1, blocks * kv_heads // (2 * _programs(query.device)))
+    counts = query.new_empty(sets, kernels.BINS, dtype=torch.int32)
+    each = -(-blocks * kv_heads // (2 * _programs(query.device)))
     kernels.score[(-(-blocks // each), kv_heads)](
-        query.contiguous(), landmarks, scales, rotation, levels, outliers, logits, block_lse, chunks, blocks, each,
-        outliers.shape[1], scaling, GROUP=heads // kv_heads, ROWS=_rows(heads // kv_heads), DIM=dim, DIM_UP=_power(dim),
-        NBYTES=nbytes, BLOCK=block, num_warps=8,
+        query.contiguous(), landmarks, scales, rotation, levels, outliers, logits, block_lse, counts, chunks, blocks, each,
+        banned, scaling, GROUP=heads // kv_heads, ROWS=_rows(heads // kv_heads), DIM=dim, DIM_UP=_power(dim),
+        NBYTES=nbytes, SETS=sets, BANNED_UP=banned and _power(banned), BLOCK=block, num_warps=8,
     )  # fmt: skip
-    shares = query.new_empty(sets, chunks, dtype=torch.float32)
+    shares = query.new_empty(sets, chunks, dtype=torch.int32)
     kernels.share[(blocks, sets)](
-        logits, block_lse, shares, chunks, blocks, HEADS=heads // sets, HEADS_UP=_power(heads // sets),
-        BLOCKS_UP=_power(blocks), BLOCK=block, num_warps=4,
+        logits, block_lse, shares, counts, chunks, blocks, math.log(heads // sets), HEADS=heads // sets,
+        HEADS_UP=_power(heads // sets), BLOCKS_UP=_power(blocks), BLOCK=block, num_warps=4,
     )  # fmt: skip
-    if chunks > MAX_CHUNKS:
-        return shares.topk(selected).indices.sort().values.int()
     chosen = query.new_empty(sets, selected, dtype=torch.int32)
-    kernels.choose[(sets,)](
-        shares, chosen, chunks, selected, CHUNKS_UP=max(128, _power(chunks)), num_warps=16
+    kernels.choose[(-(-chunks // 1024), sets)](
+        shares, counts, chosen, chunks, selected, BLOCK=1024, WIDE=8192, num_warps=8
     )
     return chosen
 
@@ -151,6 +169,7 @@ def attend(
     chosen: Tensor | None = None,
     chunk: int = 1,
     outliers: Tensor | None = None,
+    basis: tuple[Tensor, Tensor] | None = None,
     piece: int = PIECE,
 ) -> Part:
     """Attention of one query a head over all tokens in factors, or over chosen chunks.
@@ -160,7 +179,7 @@ def attend(
     query : (1, heads, 1, key_dim)
     keys, values : Factors
     turns : Turns or None
-        RoPE's tables; None where keys are as they are.
+        RoPE's tables, `narrow` ones rather; None where keys are as they are.
     start : int
         Row of the tables that the first token has.
     scaling : float
@@ -171,6 +190,8 @@ def attend(
         Tokens in one.
     outliers : (kv_heads, n), optional
         Chunks that a KV head does not read.
+    basis : (Tensor, Tensor), optional
+        Of `key_basis`.
     piece : int
         Tokens decoded at a time; a multiple of 128.
 
@@ -183,7 +204,7 @@ def attend(
     sets = 1 if chosen is None else len(chosen)
     tokens = len(keys.factors) if chosen is None else chosen.shape[1] * chunk
     query = query.contiguous()
-    basis, basis_scale = _key_basis(keys)
+    rows, row_scale = key_basis(keys) if basis is None else basis
     at = [query] * 5 if turns is None else [turns.partner, *turns[2:6]]
     banned = 0 if outliers is None else outliers.shape[1]
     width = min(128, max(16, _power(values.rank)))
@@ -200,11 +221,11 @@ def attend(
         first, count = index * piece, min(piece, tokens - index * piece)
         key_side, value_side = scratch.fill(first, count)
         kernels.logits[(kv_heads, -(-count // 128))](
-            query, *key_side, basis, basis_scale, query if keys.mean is None else keys.mean, *at,
+            query, *key_side, rows, row_scale, query if keys.mean is None else keys.mean, *at,
             query if chosen is None else chosen, query if outliers is None else outliers, logits,
             length, count, first, start, keys.rank, 0 if chosen is None else chosen.shape[1], banned, scaling,
             1.0 if turns is None else turns.scale, softcap or 0.0, GROUP=heads // kv_heads,
-            ROWS=_rows(heads // kv_heads), DIM=dim, DIM_UP=_power(dim), CHUNK=chunk, SETS=sets, FINE=FINE,
+            ROWS=_rows(heads // kv_heads), DIM=dim, DIM_UP=_power(dim), CHUNK=chunk, SETS=sets, BANNED_UP=banned and _power(banned), FINE=FINE,
             GATHERED=chosen is not None, SCALED=keys.code is not None, BASIS_SCALED=keys.scales is not None,
             MEAN=keys.mean is not None, TURNED=turns is not None, CAPPED=softcap is not None, BLOCK=128, STEP=64,
             num_warps=8, num_stages=4,
@@ -281,8 +302,8 @@ class _Scratch:
         ]
 
 
-def _key_basis(keys: Factors) -> tuple[Tensor, Tensor]:
-    """Basis rows of keys in 16 bits, and each head's factor on them."""
+def key_basis(keys: Factors) -> tuple[Tensor, Tensor]:
+    """Basis rows (kv_heads, rank, dim) of keys in 16 bits, and the factor (kv_heads,) on each head's."""
     if keys.scales is None:
         return keys.basis, keys.basis
     kv_heads, rank, dim = keys.basis.shape
@@ -310,6 +331,13 @@ def _rotation(dim: int, device: torch.device) -> Tensor:
     """The rotation of that code, (dim, dim) float32."""
     ((rotation, _),) = RotatedCode(((8, dim),)).tables(device)
     return rotation
+
+
+@cache
+def _landmark_tables(dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Rotation (dim, dim) float16 and levels (16,) of the code of landmarks."""
+    ((rotation, levels),) = RotatedCode(((4, dim),)).tables(device)
+    return rotation.half(), levels
 
 
 def _rows(n: int) -> int:

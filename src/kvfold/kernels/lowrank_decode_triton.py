@@ -13,10 +13,24 @@ from kvfold.kernels.triton_rotated_table import LEVELS, PLANE
 _GROUP, _LEVELS, _PLANE = map(tl.constexpr, (GROUP_ROW, LEVELS, PLANE))
 
 
+BINS = 4096
+"""Of a chunk's share: the logarithm of the largest that heads can give in steps of 1 / 128."""
+_BINS = tl.constexpr(BINS)
+
+
 @triton.jit
 def _power_above(x):
     """The power of two at or above: dividing by it costs no bit."""
     return tl.exp2(tl.ceil(tl.log2(tl.maximum(x, 1e-30))))
+
+
+@triton.jit
+def _left_out(chunk, outliers, head, banned, BANNED_UP: tl.constexpr):
+    """Which of some chunks are a head's outliers."""
+    one = tl.arange(0, BANNED_UP)
+    them = tl.load(outliers + head * banned + one, mask=one < banned, other=0).to(tl.int32)
+    them = tl.where(one < banned, them, -1)
+    return tl.max((chunk[:, None] == them[None, :]).to(tl.int32), 1) != 0
 
 
 # ---- choosing chunks ----
@@ -24,12 +38,15 @@ def _power_above(x):
 
 @triton.jit
 def score(
-    query, landmarks, scales, rotation, levels, outliers, logits, block_lse, chunks, blocks, each, banned, scaling,
+    query, landmarks, scales, rotation, levels, outliers, logits, block_lse, counts, chunks, blocks, each, banned, scaling,
     GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_UP: tl.constexpr, NBYTES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    SETS: tl.constexpr, BANNED_UP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Logits of one KV head's queries on some blocks of landmarks, and the log-sum-exp of each."""
+    """Logits of one KV head's queries on some blocks of landmarks, and the log-sum-exp of each; no chunk is counted yet."""
     head = tl.program_id(1).to(tl.int64)
+    if (tl.program_id(0) == 0) & (head < SETS):
+        bins = tl.arange(0, _BINS)
+        tl.store(counts + head * _BINS + bins, tl.zeros([_BINS], tl.int32))
     rows, dims, columns = tl.arange(0, ROWS), tl.arange(0, DIM_UP), tl.arange(0, DIM_UP)
     q = tl.load(
         query + (head * GROUP + rows[:, None]) * DIM + dims[None, :],
@@ -58,8 +75,8 @@ def score(
         found = tl.dot(q, tl.load(levels + codes).to(tl.float16))
         scale = tl.load(scales + line, mask=there, other=0.0).to(tl.float32)
         found = found * (largest[:, None] * scaling) * scale[None, :]
-        for one in range(banned):
-            there = there & (index != tl.load(outliers + head * banned + one).to(tl.int32))
+        if BANNED_UP:
+            there = there & ~_left_out(index, outliers, head, banned, BANNED_UP)
         found = tl.where(there[None, :], found, float("-inf"))
         top = tl.max(found, 1)
         safe = tl.where(top == float("-inf"), 0.0, top)
@@ -75,10 +92,10 @@ def score(
 
 @triton.jit
 def share(
-    logits, block_lse, shares, chunks, blocks,
+    logits, block_lse, shares, counts, chunks, blocks, largest,
     HEADS: tl.constexpr, HEADS_UP: tl.constexpr, BLOCKS_UP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Logarithm of what the query heads of a set give each chunk of a block, of the softmax over all landmarks."""
+    """What the query heads of a set give each chunk of a block, of the softmax over all landmarks: its bin, counted."""
     block, own = tl.program_id(0), tl.program_id(1).to(tl.int64)
     head, part = tl.arange(0, HEADS_UP), tl.arange(0, BLOCKS_UP)
     line = own * HEADS + head
@@ -99,38 +116,37 @@ def share(
     found -= total[:, None]
     top = tl.max(found, 0)
     safe = tl.where(top == float("-inf"), 0.0, top)
-    given = tl.sum(tl.exp(found - safe[None, :]), 0)
-    given = tl.where(given == 0.0, float("-inf"), safe + tl.log(tl.where(given == 0.0, 1.0, given)))
-    tl.store(shares + own * chunks + index, given, mask=index < chunks)
+    given = safe + tl.log(tl.maximum(tl.sum(tl.exp(found - safe[None, :]), 0), 1e-30))
+    place = (_BINS - 1) - 128.0 * (largest - given)
+    place = tl.where(top == float("-inf"), 0.0, tl.minimum(tl.maximum(place, 0.0), _BINS - 1)).to(tl.int32)
+    tl.store(shares + own * chunks + index, place, mask=index < chunks)
+    tl.atomic_add(counts + own * _BINS + place, 1, mask=index < chunks, sem="relaxed")
 
 
 @triton.jit
-def choose(shares, chosen, chunks, selected, CHUNKS_UP: tl.constexpr):
-    """The `selected` largest of a set's shares, in order of their index."""
-    own, index = tl.program_id(0).to(tl.int64), tl.arange(0, CHUNKS_UP)
-    x = tl.load(shares + own * chunks + index, mask=index < chunks, other=0.0)
-    bits = x.to(tl.int32, bitcast=True)
-    # In the order of unsigned numbers; padding below all.
-    order = tl.where(bits < 0, ~bits, bits ^ -2147483648).to(tl.uint32, bitcast=True)
-    order = tl.where(index < chunks, order, 0).to(tl.uint32)
-    least = tl.full([], 0, tl.uint32)
-    unit = tl.full([], 1 << 30, tl.uint32)
-    for _ in range(16):
-        # The next two bits: three counts, side by side in one number.
-        counts = (order >= (least | unit)).to(tl.int64)
-        counts += (order >= (least | (unit << 1))).to(tl.int64) << 20
-        counts += (order >= (least | unit | (unit << 1))).to(tl.int64) << 40
-        found = tl.sum(counts, 0)
-        more = (found & 0xFFFFF) >= selected
-        most = (found >> 20 & 0xFFFFF) >= selected
-        all_of = (found >> 40) >= selected
-        step = more.to(tl.uint32) + most.to(tl.uint32) + all_of.to(tl.uint32)
-        least = least | step * unit
-        unit = unit >> 2
-    above, equal = (order > least).to(tl.int32), (order == least).to(tl.int32)
-    left = selected - tl.sum(above, 0)
-    take = (above != 0) | ((equal != 0) & (tl.cumsum(equal, 0) <= left))
-    place = tl.cumsum(take.to(tl.int32), 0) - 1
+def choose(shares, counts, chosen, chunks, selected, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+    """Those of a block that are among the `selected` largest shares of a set, in order of their index."""
+    own, start = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK
+    bins = tl.arange(0, _BINS)
+    count = tl.load(counts + own * _BINS + bins)
+    at_least = chunks - tl.cumsum(count, 0) + count
+    least = tl.max(tl.where(at_least >= selected, bins, 0), 0)
+    left = selected - tl.sum(tl.where(bins > least, count, 0), 0)
+    # What earlier blocks take.
+    wide = tl.arange(0, WIDE)
+    above, equal = tl.zeros([WIDE], tl.int32), tl.zeros([WIDE], tl.int32)
+    for begin in range(0, start, WIDE):
+        index = begin + wide
+        x = tl.load(shares + own * chunks + index, mask=index < start, other=-1)
+        above += (x > least).to(tl.int32)
+        equal += (x == least).to(tl.int32)
+    equals = tl.sum(equal, 0)
+    before = tl.sum(above, 0) + tl.minimum(equals, left)
+    index = start + tl.arange(0, BLOCK)
+    x = tl.load(shares + own * chunks + index, mask=index < chunks, other=-1)
+    equal_here = (x == least).to(tl.int32)
+    take = (x > least) | ((equal_here != 0) & (equals + tl.cumsum(equal_here, 0) <= left))
+    place = before + tl.cumsum(take.to(tl.int32), 0) - 1
     tl.store(chosen + own * selected + place, index, mask=take)
 
 
@@ -262,7 +278,7 @@ def logits(
     query, rows, scales, stride, basis, basis_scale, mean, partner, coarse_cos, coarse_sin, fine_cos, fine_sin,
     chosen, outliers, out, length, count, first, start, rank, selected, banned, scaling, turn_scale, softcap,
     GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_UP: tl.constexpr,
-    CHUNK: tl.constexpr, SETS: tl.constexpr, FINE: tl.constexpr, GATHERED: tl.constexpr, SCALED: tl.constexpr,
+    CHUNK: tl.constexpr, SETS: tl.constexpr, BANNED_UP: tl.constexpr, FINE: tl.constexpr, GATHERED: tl.constexpr, SCALED: tl.constexpr,
     BASIS_SCALED: tl.constexpr, MEAN: tl.constexpr, TURNED: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
     STEP: tl.constexpr,
 ):  # fmt: skip
@@ -302,7 +318,7 @@ def logits(
     largest = _power_above(tl.max(tl.abs(q), 0))
     q = (q / largest[None, :]).to(tl.float16)
     top = _power_above(tl.max(tl.abs(keys), 1))
-    keys = keys / top[:, None]
+    keys = (keys / top[:, None]).to(tl.float16)
     if TURNED:
         # A key turned forth meets a query as it does a query turned back, whose planes are two products with the key.
         other = tl.load(partner + dims, mask=wide, other=0)
@@ -311,22 +327,22 @@ def logits(
         position = token + start
         far = (position // FINE)[:, None] * DIM + dims[None, :]
         near = (position % FINE)[:, None] * DIM + dims[None, :]
-        far_cos = tl.load(coarse_cos + far, mask=wide[None, :], other=0.0)
-        far_sin = tl.load(coarse_sin + far, mask=wide[None, :], other=0.0)
-        near_cos = tl.load(fine_cos + near, mask=wide[None, :], other=0.0)
-        near_sin = tl.load(fine_sin + near, mask=wide[None, :], other=0.0)
-        found = tl.dot((keys * (far_cos * near_cos - far_sin * near_sin)).to(tl.float16), q)
-        found -= tl.dot((keys * (far_sin * near_cos + far_cos * near_sin)).to(tl.float16), crossed)
+        far_cos = tl.load(coarse_cos + far, mask=wide[None, :], other=0.0).to(tl.float32)
+        far_sin = tl.load(coarse_sin + far, mask=wide[None, :], other=0.0).to(tl.float32)
+        near_cos = tl.load(fine_cos + near, mask=wide[None, :], other=0.0).to(tl.float32)
+        near_sin = tl.load(fine_sin + near, mask=wide[None, :], other=0.0).to(tl.float32)
+        found = tl.dot(keys * (far_cos * near_cos - far_sin * near_sin).to(tl.float16), q)
+        found -= tl.dot(keys * (far_sin * near_cos + far_cos * near_sin).to(tl.float16), crossed)
         found *= turn_scale
     else:
-        found = tl.dot(keys.to(tl.float16), q)
+        found = tl.dot(keys, q)
     found *= top[:, None] * (largest * scaling)[None, :]
     if CAPPED:
         # tanh by the logistic function, which every Triton has
         found = (2.0 * tl.sigmoid(2.0 * found / softcap) - 1.0) * softcap
     shown = inside
-    for one in range(banned):
-        shown = shown & (token // CHUNK != tl.load(outliers + head * banned + one).to(tl.int32))
+    if BANNED_UP:
+        shown = shown & ~_left_out(token // CHUNK, outliers, head, banned, BANNED_UP)
     found = tl.where(shown[:, None], found, float("-inf"))
     tl.store(
         out + (head * GROUP + m[None, :]) * length + row[:, None],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 GOLDEN = 0.6180339887
 """Its multiples modulo 1 are spread evenly, however many there are."""
+TOKENS = 8192
+"""Whose moments are summed at a time, in float64."""
 
 
 @dataclass
@@ -72,6 +75,7 @@ class Window:
         self.span = slice(self.first + self.sinks, view.tokens - self.newest)
         self.coded = self.span.stop - self.span.start
         self.heads, self.dims = view.keys.shape[1], (view.keys.shape[-1], view.values.shape[-1])
+        self.ranks = method.key_rank or sys.maxsize, method.value_rank or sys.maxsize
         self.half = view.keys.dtype if view.keys.dtype in (torch.float16, torch.bfloat16) else torch.float16
 
     def encode(self) -> Iterator[tuple[LowRankRow, dict[str, Tensor]]]:
@@ -99,9 +103,14 @@ class Window:
         """Token weights, and states less their mean with the metric applied, (coded, layers * kv_heads * dim) each."""
         self.metrics: list[tuple[Tensor, Tensor]] = []
         self.means: list[tuple[Tensor, Tensor]] = []
-        states: list[list[Tensor]] = [[], []]
+        device, layers = self.views[0].keys.device, len(self.views)
+        self.states = [
+            torch.empty(self.coded, layers * self.heads * dim, dtype=torch.float32, device=device)
+            for dim in self.dims
+        ]
+        self._grams: list[Tensor | None] = [None, None]
         self.weights = torch.stack([self._weights(view) for view in self.views]).mean(0)
-        for view in self.views:
+        for layer, view in enumerate(self.views):
             keys, values = (x[self.row, :, self.span].float() for x in (view.keys, view.values))
             if view.rotary is not None and self.coded:
                 keys = view.rotary.unrotate(keys, view.positions[self.row, self.span])
@@ -109,8 +118,8 @@ class Window:
             self.metrics.append(metric)
             self.means.append((self._mean(keys), self._mean(values)))
             for part, (x, mean, root) in enumerate(zip((keys, values), self.means[-1], metric, strict=True)):
-                states[part].append(((x - mean.float()[:, None]) @ root).transpose(0, 1).flatten(1))
-        self.states = [torch.cat(part, 1) for part in states]
+                own = self._states(part, range(layer, layer + 1)).unflatten(1, (self.heads, -1))
+                own.copy_(((x - mean.float()[:, None]) @ root).transpose(0, 1))
 
     def _mean(self, states: Tensor) -> Tensor:
         """What is taken out of states (kv_heads, coded, dim) before, (kv_heads, dim) in 16 bits."""
@@ -247,30 +256,33 @@ class Window:
         return sizes
 
     def _allocate(self, parts: list[Components], budget: int | None) -> list[Groups] | None:
-        ranks = self.method.key_rank, self.method.value_rank
-        if not self.coded or budget is None:
-            few = (min(self.method.widths), 2)
-            return [
-                (few,) if not self.coded else ((self.method.widths[0], min(rank or 2, len(part.energy))),)
-                for rank, part in zip(ranks, parts, strict=True)
-            ]
+        if not self.coded:
+            return [((min(self.method.widths), 2),) for _ in parts]
+        if budget is None:
+            return [((self.method.widths[0], len(part.energy)),) for part in parts]
         found = fill(parts, self.coded, budget, self.method.widths)
         return found or fill(parts, self.coded, budget, self.method.widths, tile=2)
 
     def _solve(self, layers: range, budget: int | None) -> list[tuple[Components, Tensor]]:
         """Components and directions (channels, components) of keys and of values of some layers."""
         result = []
-        for part, dim in enumerate(self.dims):
-            states = (self._states(part, layers) * self.weights.sqrt()[:, None]).double()
-            least = len(states) < states.shape[1]
-            gram = states @ states.t() if least else states.t() @ states
-            if self.method.solver == "subspace":
-                energy, vectors = leading(gram, self._most(len(gram), layers, dim, budget))
+        for part, (dim, rank) in enumerate(zip(self.dims, self.ranks, strict=True)):
+            states = self._states(part, layers)
+            few = len(states) < states.shape[1]
+            if few:
+                states = (states * self.weights.sqrt()[:, None]).double()
+                gram = states @ states.t()
+            else:
+                gram = self._gram(part, layers)
+            most = min(rank, self._most(len(gram), layers, dim, budget))
+            # Where most directions are wanted, iteration is no faster.
+            if self.method.solver == "subspace" and 2 * most < len(gram):
+                energy, vectors = leading(gram, most)
             else:
                 energy, vectors = torch.linalg.eigh(gram)
-                energy, vectors = energy.flip(0), vectors.flip(1)
+                energy, vectors = energy.flip(0)[:rank], vectors.flip(1)[:, :rank]
             energy = energy.clamp_min(0)
-            if least:
+            if few:
                 # From the smaller Gram matrix: the other side's directions, which vanish with their energy.
                 vectors = (
                     states.t() @ vectors / energy.sqrt().clamp_min(1e-6 * float(energy.max()) ** 0.5 + 1e-30)
@@ -281,11 +293,23 @@ class Window:
             result.append((self.method.components(energy, len(layers), self.heads, dim, rest), vectors))
         return result
 
+    def _gram(self, part: int, layers: range) -> Tensor:
+        """Second moments (channels, channels) float64 of some layers' states, summed over tokens by their weights."""
+        gram = self._grams[part]
+        if gram is None:
+            states = self.states[part]
+            gram = torch.zeros(states.shape[1], states.shape[1], dtype=torch.float64, device=states.device)
+            for some, weights in zip(states.split(TOKENS), self.weights.split(TOKENS), strict=True):
+                scaled = (some * weights.sqrt()[:, None]).double()
+                gram.addmm_(scaled.t(), scaled)
+            self._grams[part] = gram
+        own = self._channels(part, layers)
+        return gram[own, own]
+
     def _most(self, available: int, layers: range, dim: int, budget: int | None) -> int:
-        """Components that a budget could pay at the narrowest width, or the rank asked for."""
+        """Components that a budget could pay at the narrowest width."""
         if budget is None:
-            ranks = self.method.key_rank, self.method.value_rank
-            return min(max(rank or 2 for rank in ranks), available)
+            return available
         one = self.method.components(torch.empty(0), len(layers), self.heads, dim)
         each = self.coded * min(self.method.widths) // 8 + one.basis_bytes
         return min(budget // max(each, 1) + 8, available)
@@ -308,8 +332,11 @@ class Window:
         return Block(layers, (found[0], found[1]), (factors[0], factors[1]), bases, lost)
 
     def _states(self, part: int, layers: range) -> Tensor:
+        return self.states[part][:, self._channels(part, layers)]
+
+    def _channels(self, part: int, layers: range) -> slice:
         width = self.heads * self.dims[part]
-        return self.states[part][:, layers[0] * width : (layers[-1] + 1) * width]
+        return slice(layers[0] * width, (layers[-1] + 1) * width)
 
     def _basis(self, part: int, layer: int, rows: Tensor, factor: Factor) -> dict[str, Tensor]:
         """A layer's rows (kv_heads, rank, dim) of the basis, with the metric taken off again."""

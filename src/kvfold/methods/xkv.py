@@ -38,7 +38,8 @@ class XKV(Method):
     keep, bits_per_element : float
         Budget: share of the prompt's 16-bit bytes, or bits for each element, every byte counted, bases too.
     key_rank, value_rank : int
-        Instead of a budget: components of a window's keys and values, in the one width given.
+        Components of a window's keys and values: with a budget the most that it may buy (keys are rebuilt from theirs at
+        every step, so that fewer are faster), without one as many, in the one width given.
     layers : int
         Layers of a window. 1 factors each alone; the last window may be smaller.
     borders : tuple of int, optional
@@ -117,19 +118,16 @@ class XKV(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        ranks = self.key_rank, self.value_rank
-        budgets = [number for number in (self.keep, self.bits_per_element) if number is not None]
-        if (ranks[0] is None) != (ranks[1] is None) or len(budgets) != (ranks == (None, None)):
+        ranks = [rank for rank in (self.key_rank, self.value_rank) if rank is not None]
+        if self.budget is None and len(ranks) != 2:
             raise ValueError(
                 "give keep, or bits_per_element, or both key_rank and value_rank; for example keep=0.125"
             )
-        if ranks == (None, None):
-            self.budget  # noqa: B018 (raises on a bad budget)
-        elif min(rank or 0 for rank in ranks) < 2:
+        if min(ranks, default=2) < 2:
             raise ValueError(
                 f"key_rank and value_rank must be at least 2, got {self.key_rank} and {self.value_rank}"
             )
-        elif len(self.widths) != 1:
+        if self.budget is None and len(self.widths) != 1:
             raise ValueError(
                 f"key_rank and value_rank need one width, such as widths=(16,), got {self.widths}"
             )
@@ -154,8 +152,8 @@ class XKV(Method):
 
     @property
     def budget(self) -> Budget | None:
-        """The byte budget; None where ranks are given."""
-        if self.key_rank is not None:
+        """The byte budget; None where ranks alone are given."""
+        if self.keep is None and self.bits_per_element is None:
             return None
         return Budget(keep=self.keep, bits_per_element=self.bits_per_element)
 

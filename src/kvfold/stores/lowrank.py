@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from kvfold.codecs.rotated import RotatedCode
 from kvfold.kernels import dense_decode, lowrank_decode
@@ -17,11 +18,14 @@ from kvfold.kernels.dense_decode import Exact
 from kvfold.kernels.lowrank_decode import Factors
 from kvfold.kernels.position_bias import Turns, turns
 from kvfold.kernels.reference import Part, attend, merge, soft_cap, softmax_part
+from kvfold.kernels.streams import aside, joined
 from kvfold.stores.base import AttendContext, Kept, Rotary, Store
 from kvfold.stores.shadow import OfRow
 from kvfold.stores.tokenwise import attend_rows, rotary_for
 
 PARTS = ("key", "value")
+STREAMS = 4
+"""Rows of a batch that a GPU reads at a time."""
 
 
 @dataclass(frozen=True)
@@ -432,37 +436,68 @@ class LowRankStore(Store):
 
     def _decode(self, query: Tensor, context: AttendContext, tail: Exact | None, before: Part | None) -> Part:
         """Attention of one query a head over tokens in factors, exact ones, a tail and what came before."""
-        found = []
-        for row, parts in enumerate(self._rows):
-            own = query[row : row + 1]
-            part = lowrank_decode.attend(
-                own,
-                self._factors(row, "key"),
-                self._factors(row, "value"),
-                self._turns(row, context, query.device),
-                self.coded(row)[0],
-                context.scaling,
-                context.softcap,
-                chosen=self._choose(row, partial(self._recommended, row, own, context), context),
-                chunk=max(self.layout.chunk, 1),
-                outliers=parts.get("outliers"),
-            )
-            if before is not None:
-                part = merge([part, (before[0][row : row + 1], before[1][row : row + 1])])
-            exact = Exact(parts["exact_keys"][None], parts["exact_values"][None])
-            after = (
-                None
-                if tail is None
-                else replace(tail, keys=tail.keys[row : row + 1], values=tail.values[row : row + 1])
-            )
-            found.append(dense_decode.attend(own, exact, after, context.scaling, context.softcap, part))
+        device, found = query.device, []
+        sides = [[self._factors(row, name) for name in PARTS] for row in range(self.rows)]
+        turned = [self._turns(row, context, device) for row in range(self.rows)]
+        for keys, values in sides:
+            lowrank_decode.prepare(keys, values, bool(self.layout.chunk))
+        # Rows are beside each other where they read little; all tokens of one fill the GPU.
+        streams = STREAMS if self.layout.selected else 1
+        for row, ((keys, values), turns_of) in enumerate(zip(sides, turned, strict=True)):
+            one = slice(row, row + 1)
+            after = tail and replace(tail, keys=tail.keys[one], values=tail.values[one])
+            earlier = before and (before[0][one], before[1][one])
+            with aside(device, row % streams):
+                found.append(
+                    self._decode_row(row, query[one], keys, values, turns_of, context, after, earlier)
+                )
+        for number in range(min(streams, self.rows)):
+            joined(device, number)
         if len(found) == 1:
             return found[0]
         return torch.cat([output for output, _ in found]), torch.cat([lse for _, lse in found])
 
+    def _decode_row(
+        self,
+        row: int,
+        query: Tensor,
+        keys: Factors,
+        values: Factors,
+        turned: Turns | None,
+        context: AttendContext,
+        tail: Exact | None,
+        before: Part | None,
+    ) -> Part:
+        parts, device, aside_number = self._rows[row], query.device, STREAMS + row % STREAMS
+        with aside(device, aside_number):
+            exact = Exact(parts["exact_keys"][None], parts["exact_values"][None])
+            near = dense_decode.partials(query, exact, tail, context.scaling, context.softcap)
+            basis = lowrank_decode.key_basis(keys)
+        chosen = self._choose(row, partial(self._recommended, row, query, context), context)
+        joined(device, aside_number)
+        far = lowrank_decode.attend(
+            query,
+            keys,
+            values,
+            turned,
+            self.coded(row)[0],
+            context.scaling,
+            context.softcap,
+            chosen=chosen,
+            chunk=max(self.layout.chunk, 1),
+            outliers=parts.get("outliers"),
+            basis=basis,
+        )
+        return dense_decode.merged(query, near, far if before is None else merge([far, before]))
+
     def _turns(self, row: int, context: AttendContext, device: torch.device) -> Turns | None:
         rotary, shift = rotary_for(self.layout.turned, context.rotary), self.layout.rows[row].shift
-        return None if rotary is None else turns(rotary, self.key_dim, self.tokens, shift, device)
+        if rotary is None:
+            return None
+        name = "16-bit turns", self.key_dim, self.tokens, shift, device
+        return rotary.shared(
+            name, lambda: lowrank_decode.narrow(turns(rotary, self.key_dim, self.tokens, shift, device))
+        )
 
     def _recommended(self, row: int, query: Tensor, context: AttendContext) -> Tensor | None:
         """Chunks that one query (1, heads, 1, key_dim) reads, (kv_heads or 1, n) int32."""
@@ -596,6 +631,13 @@ class LowRankStore(Store):
         real = tuple(max(count - gone, 0) for count in self.real_tokens)
         return LowRankStore(replace(self.layout, tokens=tokens, real_tokens=real), self.buffers)
 
+    def to(self, device: torch.device | str) -> LowRankStore:
+        moved = {
+            name: copied(tensor, torch.device(device), partial(tensor.to, device))
+            for name, tensor in self.buffers.items()
+        }
+        return LowRankStore(self.layout, moved)
+
     def select(self, rows: Tensor) -> LowRankStore:
         chosen = rows.tolist()
         layout = replace(
@@ -604,7 +646,7 @@ class LowRankStore(Store):
             rows=tuple(self.layout.rows[row] for row in chosen),
         )
         buffers = {
-            f"{stem}.{new}": tensor if chosen.index(row) == new else tensor.clone()
+            f"{stem}.{new}": tensor if chosen.index(row) == new else copied(tensor, new, tensor.clone)
             for new, row in enumerate(chosen)
             for stem, tensor in self._rows[row].items()
         }
@@ -628,6 +670,19 @@ class LowRankStore(Store):
         )
         fields = {**meta, "rows": rows, "real_tokens": tuple(meta["real_tokens"])}
         return cls(LowRankLayout(**fields), tensors)
+
+
+_copies: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def copied(tensor: Tensor, name: Hashable, make: Callable[[], Tensor]) -> Tensor:
+    """The copy of that name, made once while it lives: layers that share a tensor then share its copy."""
+    known = _copies.setdefault(tensor, {})
+    found = known[name]() if name in known else None
+    if found is None:
+        found = make()
+        known[name] = TensorWeakRef(found)
+    return found
 
 
 def vector_code(dim: int) -> RotatedCode:
