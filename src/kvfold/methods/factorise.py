@@ -111,21 +111,27 @@ class Window:
         self._grams: list[Tensor | None] = [None, None]
         self.weights = torch.stack([self._weights(view) for view in self.views]).mean(0)
         for layer, view in enumerate(self.views):
-            keys, values = (x[self.row, :, self.span].float() for x in (view.keys, view.values))
-            if view.rotary is not None and self.coded:
-                keys = view.rotary.unrotate(keys, view.positions[self.row, self.span])
-            metric = self._key_metric(view), self._value_metric(values)
-            self.metrics.append(metric)
-            self.means.append((self._mean(keys), self._mean(values)))
-            for part, (x, mean, root) in enumerate(zip((keys, values), self.means[-1], metric, strict=True)):
+            self.metrics.append((self._key_metric(view), self._value_metric(view)))
+            self.means.append((self._mean(view, 0), self._mean(view, 1)))
+            for part, (metric, means) in enumerate(zip(self.metrics[-1], self.means[-1], strict=True)):
                 own = self._states(part, range(layer, layer + 1)).unflatten(1, (self.heads, -1))
-                own.copy_(((x - mean.float()[:, None]) @ root).transpose(0, 1))
+                # A head at a time: what it takes on the way is in float32.
+                for head in range(self.heads):
+                    own[:, head] = (self._head(view, part, head) - means[head].float()) @ metric[head]
 
-    def _mean(self, states: Tensor) -> Tensor:
-        """What is taken out of states (kv_heads, coded, dim) before, (kv_heads, dim) in 16 bits."""
+    def _head(self, view: LayerView, part: int, head: int) -> Tensor:
+        """One head's keys before RoPE, or values, that are to be in factors: (coded, dim) float32."""
+        states = (view.keys, view.values)[part][self.row, head, self.span].float()
+        if part == 1 or view.rotary is None or not self.coded:
+            return states
+        return view.rotary.unrotate(states, view.positions[self.row, self.span])
+
+    def _mean(self, view: LayerView, part: int) -> Tensor:
+        """What is taken out of keys or values before, (kv_heads, dim) in 16 bits."""
         if not self.method.centre or not self.coded:
-            return states.new_zeros(self.heads, states.shape[-1], dtype=self.half)
-        return narrow((states * self.weights[:, None]).sum(1) / self.weights.sum(), self.half)
+            return view.keys.new_zeros(self.heads, self.dims[part], dtype=self.half)
+        sums = [self.weights @ self._head(view, part, head) for head in range(self.heads)]
+        return narrow(torch.stack(sums) / self.weights.sum(), self.half)
 
     def _queries(self, view: LayerView) -> tuple[Tensor, Tensor]:
         """Real sampled queries (heads, n, query_dim) float32 and their index in the segment."""
@@ -151,14 +157,18 @@ class Window:
         values = values.clamp_min(values[:, -1:].clamp_min(1e-20) * 1e-4)
         return (vectors * values[:, None].sqrt()) @ vectors.transpose(1, 2)
 
-    def _value_metric(self, values: Tensor) -> Tensor:
+    def _value_metric(self, view: LayerView) -> Tensor:
         """One over the spread of each head's values, times the unit matrix: (kv_heads, value_dim, value_dim)."""
-        unit = torch.eye(self.dims[1], device=values.device).expand(self.heads, -1, -1)
+        unit = torch.eye(self.dims[1], device=view.values.device).expand(self.heads, -1, -1)
         if self.method.metric == "plain" or not self.coded:
             return unit
-        spread = (values - values.mean(1, keepdim=True)).square().sum(-1).mean(1).sqrt()
+        spreads, sizes = [], []
+        for head in range(self.heads):
+            variance, mean = torch.var_mean(self._head(view, 1, head), 0, correction=0)
+            spreads.append(variance.sum().sqrt())
+            sizes.append((variance + mean.square()).sum().sqrt())
+        spread, size = torch.stack(spreads), torch.stack(sizes)
         # A head of one value throughout would make a metric that 16-bit bases cannot undo.
-        size = values.square().sum(-1).mean(1).sqrt()
         return unit / torch.maximum(spread, 0.01 * size).clamp_min(1e-6)[:, None, None]
 
     def _weights(self, view: LayerView) -> Tensor:
