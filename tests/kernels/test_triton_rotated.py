@@ -26,7 +26,9 @@ DEVICE = torch.device("cuda" if CUDA else "cpu")
 def check_encoding():
     from kvfold.kernels.triton_rotated_encode import encode
 
-    for groups in HEADS.values():
+    # Widths of records too: their levels are few, or even.
+    recorded = [((8, 16), (4, 16), (3, 16), (1, 32)), ((8, 64), (2, 16))]
+    for groups in (*HEADS.values(), recorded):
         for by_group in (True, False):
             x, codes, shares, order = made(groups, by_group, torch.float32)
             packed, norms = encode(*(on(t) if torch.is_tensor(t) else t for t in (x, codes, shares, order)))

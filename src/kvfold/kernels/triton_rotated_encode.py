@@ -31,7 +31,8 @@ SHAPES = {16: (32, 16, 4), 32: (32, 16, 4), 64: (32, 32, 4), 128: (64, 16, 8), 2
 def _encode(
     x, order, shares, codes, norms, channels, rotations, levels, heads_table,
     constant, fine, crossed, coarse_cos, coarse_sin, coarse, heads, tokens, dim, code_bytes, scales, most_groups, row_stride, head_stride, token_stride,
-    BLOCK: tl.constexpr, SIZE: tl.constexpr, STEP: tl.constexpr, BYTES: tl.constexpr, BITS: tl.constexpr,
+    BLOCK: tl.constexpr, SIZE: tl.constexpr, STEP: tl.constexpr, BYTES: tl.constexpr,
+    BITS: tl.constexpr, UNIFORM: tl.constexpr, SEARCHED: tl.constexpr,
     PLANES: tl.constexpr, BY_GROUP: tl.constexpr, KEEP_NORM: tl.constexpr, ORDER: tl.constexpr, SHARES: tl.constexpr,
     CONSTANT: tl.constexpr, TURNED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -92,20 +93,35 @@ def _encode(
         length = total[None, :] * share[:, None]
     unit = y / tl.maximum(length, 1e-30)
 
-    # The last level below each number, then whether the next one is nearer.
-    code = tl.zeros([SIZE, BLOCK], tl.int32)
-    for step in tl.static_range(BITS):
-        probe = code + (1 << (BITS - 1 - step))
-        # Beyond the last level of a narrower code there is nothing to find.
-        level = tl.load(levels + (book[:, None] + tl.minimum(probe, last[:, None])))
-        code = tl.where((level < unit) & (probe <= last[:, None]), probe, code)
-    below = tl.load(levels + (book[:, None] + code))
-    above = tl.load(levels + (book[:, None] + tl.minimum(code + 1, last[:, None])))
-    up = (unit > (below + above) * 0.5) & (code < last[:, None])
-    code, level = (
-        tl.where(up, code + 1, code),
-        tl.where((group >= 0)[:, None], tl.where(up, above, below), 0.0),
-    )
+    if SEARCHED:
+        # The last level below each number, then whether the next one is nearer.
+        code = tl.zeros([SIZE, BLOCK], tl.int32)
+        for step in tl.static_range(BITS):
+            probe = code + (1 << (BITS - 1 - step))
+            # Beyond the last level of a narrower code there is nothing to find.
+            level = tl.load(levels + (book[:, None] + tl.minimum(probe, last[:, None])))
+            code = tl.where((level < unit) & (probe <= last[:, None]), probe, code)
+        below = tl.load(levels + (book[:, None] + code))
+        above = tl.load(levels + (book[:, None] + tl.minimum(code + 1, last[:, None])))
+        up = (unit > (below + above) * 0.5) & (code < last[:, None])
+        code, level = tl.where(up, code + 1, code), tl.where(up, above, below)
+    else:
+        # Level by level: a load for each channel and level costs less than one for each number and bit.
+        below = tl.load(levels + book)
+        code, level = tl.zeros([SIZE, BLOCK], tl.int32), tl.zeros([SIZE, BLOCK], tl.float32) + below[:, None]
+        for step in tl.static_range(1, 1 << BITS):
+            above = tl.load(levels + book + tl.minimum(step, last))
+            up = (unit > ((below + above) * 0.5)[:, None]) & ((step <= last) & (last < 255))[:, None]
+            code, level = tl.where(up, step, code), tl.where(up, above[:, None], level)
+            below = above
+        if UNIFORM:  # 8 bits: the code less 127.5
+            pace = tl.load(levels + book + last) / 127.5
+            fine = tl.minimum(tl.maximum(tl.ceil(unit / pace[:, None] + 127.0), 0.0), 255.0)
+            fine = tl.where(unit == unit, fine, 0.0)
+            wide_code = (last == 255)[:, None]
+            code = tl.where(wide_code, fine.to(tl.int32), code)
+            level = tl.where(wide_code, (fine - 127.5) * pace[:, None], level)
+    level = tl.where((group >= 0)[:, None], level, 0.0)
 
     out = (row * tokens + token) * scales + tl.load(heads_table + 2 * heads + head)
     if BY_GROUP:
@@ -156,6 +172,9 @@ def encode(
     norms = torch.empty(rows, tokens, facts.scales, dtype=torch.float32, device=x.device)
     size = facts.channels.shape[-1]
     block, step, warps = SHAPES[size]
+    # Levels are few, or even, but for widths from 5 to 7.
+    searched = any(4 < width < 8 for width in facts.widths)
+    most = max((width for width in facts.widths if searched or width < 8), default=0)
     fixed, tables = x, [x] * 4
     if constant is not None and turn:
         own = zip(*(tables_of(one, t) for one, t in zip(constant, turn, strict=True)), strict=True)
@@ -168,7 +187,7 @@ def encode(
         fixed, *tables, turn[0].coarse_cos.shape[0] if turn else 0, heads, tokens, dim, facts.code_bytes, facts.scales,
         0 if shares is None else shares.shape[-1], x.stride(0), x.stride(1), x.stride(2),
         BLOCK=block, SIZE=size, STEP=step, BYTES=max(16, triton.next_power_of_2(facts.most_bytes)),
-        BITS=facts.width, PLANES=facts.planes, BY_GROUP=codes[0].norms == "group", KEEP_NORM=codes[0].keep_norm,
+        BITS=most, UNIFORM=8 in facts.widths, SEARCHED=searched, PLANES=facts.planes, BY_GROUP=codes[0].norms == "group", KEEP_NORM=codes[0].keep_norm,
         ORDER=order is not None, SHARES=shares is not None,
         CONSTANT=constant is not None, TURNED=constant is not None and len(turn) > 0, PRECISION="tf32x3", num_warps=warps,
     )  # fmt: skip

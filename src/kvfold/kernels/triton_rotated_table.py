@@ -57,8 +57,8 @@ class Table(NamedTuple):
         Groups; where the codes of a head begin in those of a token; where its norms begin; bytes of its codes.
     planes : int
         Those that any code has, as bits.
-    width : int
-        Of the widest code.
+    widths : frozenset of int
+        Of all codes.
     code_bytes, scales : int
         Of one token.
     most_bytes : int
@@ -72,7 +72,7 @@ class Table(NamedTuple):
     levels: Tensor
     heads: Tensor
     planes: int
-    width: int
+    widths: frozenset[int]
     code_bytes: int
     scales: int
     most_bytes: int
@@ -113,7 +113,7 @@ def table(codes: tuple[RotatedCode, ...], device: torch.device) -> Table:
         torch.cat(books),
         _sent(torch.tensor(heads, dtype=torch.int32), device),
         planes=sum(plane for plane in PLANES if any(width & plane for width in widths)),
-        width=max(widths),
+        widths=frozenset(widths),
         code_bytes=sum(code.nbytes for code in codes),
         scales=sum(code.scales for code in codes),
         most_bytes=max(code.nbytes for code in codes),

@@ -440,11 +440,9 @@ class RDKV(Method):
 
     def _fill(self, importance: Tensor, least: int) -> Tensor:
         """Reverse water-filling: the width, at least `least`, of each unit (...) at each grade, (..., grades) int64."""
-        choice = [width for width in (0, *sorted(self.widths)) if width >= least]
-        widths = torch.tensor(choice, device=importance.device)
-        error = torch.tensor([GAUSSIAN_ERROR[width] for width in widths.tolist()], device=importance.device)
-        level = torch.tensor(self.grades, device=importance.device)
-        price = importance[..., None, None] * level[:, None] * error + widths
+        choice = tuple(width for width in (0, *sorted(self.widths)) if width >= least)
+        widths, errors, levels = _water(choice, self.grades, importance.device)
+        price = importance[..., None, None] * levels[:, None] * errors + widths
         return widths[price.argmin(-1)]
 
     def _errors(
@@ -545,6 +543,15 @@ class _Draft:
 CELLS = 1 << 14
 """Cells of the table of nearest levels, over [-REACH, REACH]."""
 REACH = 8.0
+
+
+@cache
+def _water(
+    widths: tuple[int, ...], grades: tuple[float, ...], device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Widths, what each loses, and water levels; kept, since to send them is to wait for a GPU."""
+    errors = [GAUSSIAN_ERROR[width] for width in widths]
+    return tuple(torch.tensor(numbers, device=device) for numbers in (widths, errors, grades))  # type: ignore[return-value]
 
 
 @cache

@@ -433,14 +433,19 @@ def _unpacked(packed: Tensor, width: int, sections: list[Section]) -> list[Tenso
 
 def _constants(store: GradedStore) -> dict[str, Tensor]:
     """What follows from the frame."""
-    frame, device = store.frame, store.frame.order.device
-    levels = {width: (common_levels(width) / COMMON_UNIT).int().tolist() for width in WIDTHS if width < 8}
-    tiles = store.key_dim // TILE
+    frame, tiles = store.frame, store.key_dim // TILE
+    shape = store.rows, store.kv_heads, tiles + 1, BOOK
     return {
-        "books": book(levels).to(device).expand(store.rows, store.kv_heads, tiles + 1, BOOK).contiguous(),
+        "books": _book(frame.order.device).expand(shape).contiguous(),
         "key_scale": frame.key_deviation.float().gather(2, frame.order.long()) * COMMON_UNIT,
         "value_scale": frame.value_magnitude * COMMON_UNIT,
     }
+
+
+@cache
+def _book(device: torch.device) -> Tensor:
+    levels = {width: (common_levels(width) / COMMON_UNIT).int().tolist() for width in WIDTHS if width < 8}
+    return book(levels).to(device)
 
 
 @cache
