@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-import pytest
 import torch
 
 from kvfold.codecs.fragments import RecordFormat
@@ -15,12 +9,12 @@ from kvfold.kernels import around_records, dense_decode, records
 from kvfold.kernels.around_records import Basis, Rotations, Turned
 from kvfold.kernels.dense_decode import Exact
 from kvfold.kernels.position_bias import Circles, in_few_planes
+from tests import interpreted
 from tests.kernels.test_records import Case
 from tests.stores.checks import SharingTurn
 
 CUDA = records.problem(torch.device("cuda")) is None
 DEVICE = "cuda" if CUDA else "cpu"
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 CASES = [
@@ -92,17 +86,7 @@ def check():
 
 
 def test_against_the_plain_twin():
-    pytest.importorskip("triton")
-    if CUDA or INTERPRETED:
-        check()
-        return
-    code = "from tests.kernels.test_around_records import check; check()"
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, cwd=root, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    interpreted.run(check)
 
 
 def test_nothing_seen():

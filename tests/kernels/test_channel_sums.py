@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from kvfold.kernels import channel_sums
 from kvfold.kernels.position_bias import turned_rows
+from tests import interpreted
 from tests.stores.test_graded import ROTARY
 
 CUDA = torch.cuda.is_available()
@@ -86,16 +84,5 @@ def check_kernel(monkeypatch):
     check()
 
 
-def test_kernel(monkeypatch):
-    pytest.importorskip("triton")
-    if CUDA or os.environ.get("TRITON_INTERPRET") == "1":
-        check_kernel(monkeypatch)
-        return
-    # Triton decides when it is first imported whether to interpret.
-    code = "import pytest; from tests.kernels.test_channel_sums import check_kernel; check_kernel(pytest.MonkeyPatch())"
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, cwd=root, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+def test_kernel():
+    interpreted.run(check_kernel)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from kvfold.kernels import column_sums
+from tests import interpreted
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -79,21 +75,7 @@ def test_twin(case, rows, monkeypatch):
 
 
 def test_kernel():
-    pytest.importorskip("triton")
-    if CUDA or os.environ.get("TRITON_INTERPRET") == "1":
-        check()
-        return
-    # Triton decides when it is first imported whether to interpret.
-    code = "from tests.kernels.test_column_sums import check; check()"
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=environment,
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    interpreted.run(check)
 
 
 def test_refusals():

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-import pytest
 import torch
 
 from kvfold.kernels import dense_decode
 from kvfold.kernels.dense_decode import Exact
+from tests import interpreted
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def reference(query, sides, scaling, softcap=None):
@@ -108,18 +102,7 @@ def check():
 
 
 def test_against_float64():
-    pytest.importorskip("triton")
-    if CUDA or INTERPRETED:
-        check()
-        return
-    # Triton decides when it is first imported whether to interpret.
-    code = "from tests.kernels.test_dense_decode import check; check()"
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, cwd=root, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    interpreted.run(check)
 
 
 def test_says_why_it_cannot_run():

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-import pytest
 import torch
 from torch.nn.functional import gelu, silu
 
 from kvfold.kernels import matvec
 from kvfold.kernels.matvec import Cut
+from tests import interpreted
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -50,21 +45,7 @@ def check():
 
 
 def test_against_float64():
-    pytest.importorskip("triton")
-    if CUDA or os.environ.get("TRITON_INTERPRET") == "1":
-        check()
-        return
-    # Triton decides when it is first imported whether to interpret.
-    code = "from tests.kernels.test_matvec import check; check()"
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=environment,
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    interpreted.run(check)
 
 
 def test_what_fits():

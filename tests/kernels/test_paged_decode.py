@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
-import pytest
 import torch
 
 from kvfold.kernels import paged_decode
 from kvfold.kernels.paged_decode import PAGE, Paged
+from tests import interpreted
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HALF = torch.bfloat16 if CUDA else torch.float16  # no bfloat16 in the interpreter
 CASES = [
     # batch, kv heads, group, dim, value dim, tokens of each slot, span, dtype, softcap
@@ -115,18 +110,7 @@ def check(attend=paged_decode.attend, append=paged_decode.append, move=paged_dec
 
 
 def test_against_float64():
-    pytest.importorskip("triton")
-    if CUDA or INTERPRETED:
-        check()
-        return
-    # Triton decides when it is first imported whether to interpret.
-    code = "from tests.kernels.test_paged_decode import check; check()"
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, cwd=root, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    interpreted.run(check)
 
 
 def test_plain_against_float64():

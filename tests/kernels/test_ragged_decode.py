@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -15,10 +10,10 @@ from kvfold.kernels.dense_decode import Exact
 from kvfold.stores import WeightedStore
 from kvfold.stores.base import AttendContext, Kept
 from kvfold.stores.weighted import WeightedLayout
+from tests import interpreted
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def store_of(counts, key_dim, value_dim, bias, dtype, generator):
@@ -133,18 +128,7 @@ def check_store():
 
 
 def test_against_float64():
-    pytest.importorskip("triton")
-    if CUDA or INTERPRETED:
-        check()
-        return
-    # Triton decides when it is first imported whether to interpret.
-    code = "from tests.kernels.test_ragged_decode import check; check()"
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, cwd=root, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    interpreted.run(check)
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA device")

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-import pytest
 import torch
 
 from kvfold.codecs import logarithm
@@ -16,6 +10,7 @@ from kvfold.kernels.position_bias import Turns, turned_rows, turns
 from kvfold.stores import rotated
 from kvfold.stores.base import AttendContext
 from kvfold.stores.rotated import RotatedLayout, RotatedStore
+from tests import interpreted
 from tests.kernels.test_rotated_encode import HEADS, check, made
 from tests.stores.checks import Turn
 
@@ -219,16 +214,5 @@ def check_all(monkeypatch):
     check_store()
 
 
-def test_kernels(monkeypatch):
-    pytest.importorskip("triton")
-    if CUDA or os.environ.get("TRITON_INTERPRET") == "1":
-        check_all(monkeypatch)
-        return
-    # Triton decides when it is first imported whether to interpret.
-    code = "import pytest; from tests.kernels.test_triton_rotated import check_all; check_all(pytest.MonkeyPatch())"
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, cwd=root, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+def test_kernels():
+    interpreted.run(check_all)

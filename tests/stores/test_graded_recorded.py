@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from copy import deepcopy
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +16,7 @@ from kvfold.kernels.reference import attend, merge
 from kvfold.stores import GradedStore, store_from_state
 from kvfold.stores.base import AttendContext
 from kvfold.stores.graded import Frame, GradedLayout, RecordedGradedStore
+from tests import interpreted
 from tests.stores.checks import SharingTurn as Turn
 from tests.stores.checks import assert_behaves, assert_same, exact
 from tests.tiny import prompt, tiny_model
@@ -27,7 +24,6 @@ from tests.tiny import prompt, tiny_model
 ROWS, HEADS, TOKENS, GRADES = 3, 2, 300, 3
 CUDA = problem(torch.device("cuda")) is None
 DEVICE = "cuda" if CUDA else "cpu"
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def graded(dim=64, tokens=TOKENS, turned=True, widths=(8, 4, 2), only=None, seed=0, shift=0, frame=None):
@@ -176,17 +172,7 @@ def check():
 
 
 def test_a_decode_step_by_kernels():
-    pytest.importorskip("triton")
-    if CUDA or INTERPRETED:
-        check()
-        return
-    code = "from tests.stores.test_graded_recorded import check; check()"
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, cwd=root, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    interpreted.run(check)
 
 
 def folded(device, dtype):
