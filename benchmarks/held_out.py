@@ -73,6 +73,7 @@ def of_passage(
     gates: str,
     budgets: list[int],
     chunk: int,
+    names: list[str],
     known: set[Any],
 ) -> Iterator[dict[str, Any]]:
     """Cells of one passage (1, tokens) and the tokens after it that are not known yet."""
@@ -80,12 +81,12 @@ def of_passage(
     ours = [
         DBTrimKV(tokens=budget, gates=gates, scope=scope) for budget in budgets for scope in ("model", "head")
     ]  # type: ignore[arg-type]
-    rivals = {name: make_method(name, keep=0.1) for name in RIVALS}
+    rivals = {name: make_method(name, keep=0.1) for name in names}
     evicting = [method for method in ours if method.scope == "model"]
     wanted = [("scoring", _name(m), m.tokens) for m in evicting] + [
         ("folded", _name(m), m.tokens) for m in ours
     ]
-    wanted += [("folded", name, budget) for budget in budgets for name in RIVALS]
+    wanted += [("folded", name, budget) for budget in budgets for name in names]
     if known.issuperset(wanted):
         return
     prefill = Prefill(model, passage, [*ours, *rivals.values()])
@@ -147,6 +148,7 @@ def held_out(
     lengths: list[int],
     passages: int,
     chunk: int,
+    rivals: list[str],
     known: list[dict[str, Any]],
 ) -> Iterator[dict[str, Any]]:
     """Cells that are not among those `known`."""
@@ -157,7 +159,7 @@ def held_out(
                 for row in known
                 if (row["length"], row["passage"]) == (length, number)
             }
-            for row in of_passage(model, passage, following, gates, budgets, chunk, had):
+            for row in of_passage(model, passage, following, gates, budgets, chunk, rivals, had):
                 yield {"length": length, "passage": number, **row}
 
 
@@ -172,12 +174,15 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192])
     parser.add_argument("--passages", type=int, default=3)
     parser.add_argument("--chunk", type=int, default=64)
+    parser.add_argument("--rivals", nargs="*", default=RIVALS)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
     a = parser.parse_args()
     model, tokenizer = load_model(a.model, dtype=a.dtype, device=a.device, quiet=True)
     rows = json.loads(a.output.read_text()) if a.output.exists() else []
-    for row in held_out(model, tokenizer, a.gates, a.budgets, a.lengths, a.passages, a.chunk, list(rows)):
+    for row in held_out(
+        model, tokenizer, a.gates, a.budgets, a.lengths, a.passages, a.chunk, list(a.rivals), list(rows)
+    ):
         print(json.dumps(row), flush=True)
         rows.append(row)
         a.output.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")

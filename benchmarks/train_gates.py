@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from held_out import held_out
+from held_out import RIVALS, held_out
 
 from kvfold.cli.models import load_model
 from kvfold.training.data import pack
@@ -117,7 +117,9 @@ def main() -> None:
     (folder / "figures.json").write_text(json.dumps(about, indent=1))
     gates_file, a = str(folder / "gates.safetensors"), arguments
     about["held out"] = []
-    for row in held_out(model, tokenizer, gates_file, a.budgets, a.lengths, a.passages, a.chunk, []):
+    for row in held_out(
+        model, tokenizer, gates_file, a.budgets, a.lengths, a.passages, a.chunk, list(RIVALS), []
+    ):
         print(json.dumps(row), flush=True)
         about["held out"].append(row)
     (folder / "figures.json").write_text(json.dumps(about, indent=1))

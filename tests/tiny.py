@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 VOCAB = 128
@@ -91,3 +91,52 @@ def left_pad(ids: torch.Tensor, pads: list[int]) -> tuple[torch.Tensor, torch.Te
         ids[row, :count] = 0
         mask[row, :count] = 0
     return ids, mask
+
+
+IMAGE = 120
+"""Placeholder of an image token in the models of `tiny_vlm`; 121 is a video's."""
+
+
+@cache
+def tiny_vlm(name: str):
+    """A random vision-language model; the same object each time, so tests must not change it."""
+    torch.manual_seed(0)
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    vision = dict(
+        depth=1, hidden_size=32, intermediate_size=32, num_heads=2, out_hidden_size=64, patch_size=4
+    )
+    own = {
+        "qwen2_5_vl": dict(window_size=16, fullatt_block_indexes=[0]),
+        "qwen3_vl": dict(num_position_embeddings=64, deepstack_visual_indexes=[0]),
+    }
+    config = CONFIG_MAPPING[name](
+        text_config={**BASE, "rope_parameters": rope},
+        vision_config={**vision, **own[name]},
+        image_token_id=IMAGE, video_token_id=121, vision_start_token_id=122, vision_end_token_id=123,
+    )  # fmt: skip
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").eval()
+    model.generation_config.pad_token_id = 0
+    model.generation_config.eos_token_id = None
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            if "q_proj" in key or "k_proj" in key:
+                weight.mul_(4)
+    return model
+
+
+def pictures(texts: tuple[int, ...] = (30, 20, 6), seed: int = 0) -> dict[str, torch.Tensor]:
+    """What a processor would make of one row: text, an image of 16 tokens, text, one of 8 tokens, text."""
+    generator = torch.Generator().manual_seed(seed)
+    first, *others = (torch.randint(3, 120, (count,), generator=generator) for count in texts)
+    parts, grid = [first], torch.tensor([[1, 8, 8], [1, 4, 8]])
+    for count, text in zip((16, 8), others, strict=True):
+        parts += [torch.tensor([122] + [IMAGE] * count + [123]), text]
+    ids = torch.cat(parts)[None]
+    pixels = torch.randn(int(grid.prod(1).sum()), 3 * 2 * 4 * 4, generator=generator)
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "pixel_values": pixels,
+        "image_grid_thw": grid,
+        "mm_token_type_ids": (ids == IMAGE).int(),
+    }

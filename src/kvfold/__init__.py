@@ -11,6 +11,7 @@ _EXPORTS = {
     "fold": "kvfold.api",
     "attach": "kvfold.api",
     "load": "kvfold.api",
+    "kept_shares": "kvfold.hf.modality",
     "generate": "kvfold.engine",
     "stream": "kvfold.engine",
     "Engine": "kvfold.engine",
@@ -53,6 +54,7 @@ __all__ = [
     "evaluate",
     "fold",
     "generate",
+    "kept_shares",
     "load",
     "make_method",
     "stream",
@@ -68,6 +70,7 @@ if TYPE_CHECKING:
     from kvfold.engine import generate as generate
     from kvfold.engine import stream as stream
     from kvfold.hf.cache import FoldedCache as FoldedCache
+    from kvfold.hf.modality import kept_shares as kept_shares
     from kvfold.ledger import Ledger as Ledger
     from kvfold.methods import KIVI as KIVI
     from kvfold.methods import METHODS as METHODS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
@@ -17,6 +17,7 @@ from kvfold.hf import bridge
 from kvfold.hf.again import Again
 from kvfold.hf.cache import FoldedCache
 from kvfold.hf.fingerprint import fingerprint
+from kvfold.hf.modality import see_prompt
 from kvfold.hf.support import CACHE_KEYWORD, cache_shape, check_supported
 from kvfold.methods.base import Method
 from kvfold.methods.work import Work
@@ -31,6 +32,7 @@ def fold(
     chunk_size: int | None = None,
     progress: Callable[[int, int], None] | None = None,
     work: Work | None = None,
+    inputs: Mapping[str, Any] | None = None,
 ) -> FoldedCache:
     """Run a prompt through the model and fold its cache.
 
@@ -48,6 +50,8 @@ def fold(
     work : Work, optional
         What methods that take long tell and keep while they work: with a `kvfold.artifact.SavedWork` a fold that was
         stopped goes on from where it was.
+    inputs : mapping of str to Any, optional
+        What else the model takes for this prompt: of a processor's output pixel_values, image_grid_thw and the like.
 
     Returns
     -------
@@ -62,6 +66,13 @@ def fold(
     check_supported(model)
     check_calibration(model, method)
     _check_prompt(input_ids, attention_mask)
+    inputs = dict(inputs or {})
+    if inputs and chunk_size is not None:
+        raise KvfoldError("a prompt with further inputs (images) is read whole: leave chunk_size out")
+    if inputs and method.needs.again:
+        raise KvfoldError(
+            f"{method.name} with these options reads the prompt a second time, which images do not allow"
+        )
     batch, tokens = input_ids.shape
     real = [tokens] * batch if attention_mask is None else attention_mask.sum(-1).tolist()
     shape = cache_shape(model.config)
@@ -69,11 +80,12 @@ def fold(
         if count > method.shortest:
             method.check(count, shape.kv_heads, shape.key_dim, shape.value_dim)
     cache = FoldedCache(method, model.config, prompt_tokens=tokens, progress=progress)
+    see_prompt(cache, model, input_ids, inputs)
     cache.watch(model)
     cache.prompt_hash = token_hash(input_ids)
     cache.work = work or cache.work
     cache.again = Again(model, input_ids) if method.needs.again else None
-    prefill(model, cache, input_ids, attention_mask, chunk_size)
+    prefill(model, cache, input_ids, attention_mask, chunk_size, inputs)
     cache.work, cache.again = Work(), None  # a later turn is other work
     return cache
 
@@ -84,6 +96,7 @@ def prefill(
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
     chunk_size: int | None = None,
+    inputs: Mapping[str, Any] | None = None,
 ) -> torch.Tensor:
     """Run a checked prompt into a cache that knows its length.
 
@@ -92,7 +105,9 @@ def prefill(
     (batch, vocabulary)
         Logits of the token after the prompt.
     """
-    positions = None if attention_mask is None else (attention_mask.long().cumsum(-1) - 1).clamp_min(0)
+    positions = None
+    if attention_mask is not None and not inputs:  # with images, the model works positions out
+        positions = (attention_mask.long().cumsum(-1) - 1).clamp_min(0)
     tokens = input_ids.shape[1]
     step = chunk_size or tokens
     try:
@@ -105,6 +120,7 @@ def prefill(
                     position_ids=None if positions is None else positions[:, start:stop],
                     use_cache=True,
                     logits_to_keep=1,
+                    **(inputs or {}),
                     **{CACHE_KEYWORD: cache},
                 )
     except BaseException:
@@ -117,12 +133,13 @@ def prefill(
 
 def check_calibration(model: Any, method: Method) -> None:
     """Refuse a method whose calibration is another model's, or cannot be read (KvfoldError)."""
-    wanted = method.calibrated_for
-    if wanted is not None and wanted != fingerprint(model):
-        raise KvfoldError(
-            f"the calibration of {method.name} was measured on another model than this {type(model).__name__}: run"
-            f" {method.calibrated_by} on this one"
-        )
+    for part in method.parts:
+        wanted = part.calibrated_for
+        if wanted is not None and wanted != fingerprint(model):
+            raise KvfoldError(
+                f"the calibration of {part.name} was measured on another model than this {type(model).__name__}: run"
+                f" {part.calibrated_by} on this one"
+            )
 
 
 def _check_prompt(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> None:
@@ -189,6 +206,8 @@ def attach(model: Any, method: Method) -> Iterator[Folding]:
             return original(inputs, *args, **kwargs)
         cache = kwargs[names[0]] if names else FoldedCache(method, model.config)
         mask = kwargs.get("attention_mask")
+        if prompt.dim() == 2:
+            see_prompt(cache, model, prompt, kwargs)
         cache.watch(model)
         cache.expect(max(prompt.shape[1], 0 if mask is None else mask.shape[1]))
         if not names:

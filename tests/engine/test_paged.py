@@ -89,7 +89,7 @@ def test_a_prompt_too_short_to_evict_from(gates_file):  # noqa: F811
 def test_what_is_kept_by_a_slow_account(gates_file):  # noqa: F811
     model, ids = tiny_model("llama"), prompt(60, 2)
     path = gates_file(model)
-    method = DBTrimKV(tokens=12, gates=path, buffer=10, least=0)
+    method = DBTrimKV(tokens=12, gates=path, buffer=10, sinks=0, least=0)
     account = Account(model, path, method, [0, 0])
     try:
         cache = fold(model, ids[:, :-1], method)

@@ -10,7 +10,7 @@ from itertools import product
 import pytest
 import torch
 
-from kvfold import attach, fold, load
+from kvfold import BlockGTQ, attach, fold, load
 from kvfold.allocate.ranking import best_first, ranks
 from kvfold.errors import BudgetError, KvfoldError
 from kvfold.hf import FoldedCache
@@ -257,7 +257,7 @@ def test_evictions_one_after_the_other(name, gates_file):
     pads = [20, 0]
     ids, mask = left_pad(prompt(60, 2), pads)
     path = gates_file(model)
-    method = DBTrimKV(tokens=12, gates=path, buffer=10, least=0)
+    method = DBTrimKV(tokens=12, gates=path, buffer=10, sinks=0, least=0)
     account = Account(model, path, method, pads)
     try:
         cache = fold(model, ids, method, mask)
@@ -420,7 +420,7 @@ def test_budgets(gates_file):
 def test_a_threshold_is_what_a_token_is_worth(gates_file):
     model, ids = tiny_model("llama"), prompt(80)
     path = gates_file(model)
-    low, high = (fold(model, ids, DBTrimKV(gates=path, threshold=t, least=0)) for t in (0.2, 0.6))
+    low, high = (fold(model, ids, DBTrimKV(gates=path, threshold=t, sinks=0, least=0)) for t in (0.2, 0.6))
     assert kept_by(high, 0) < kept_by(low, 0)
     for cache, threshold in ((low, 0.2), (high, 0.6)):
         for layer in cache.folded_layers:
@@ -432,7 +432,7 @@ def test_a_threshold_is_what_a_token_is_worth(gates_file):
 def test_an_emptied_head_is_no_trouble(gates_file):
     """Its queries see the tail alone; on any device."""
     model, ids = tiny_model("llama"), prompt(60)
-    cache = fold(model, ids, DBTrimKV(gates=gates_file(model), total=9, least=0))
+    cache = fold(model, ids, DBTrimKV(gates=gates_file(model), total=9, sinks=0, least=0))
     counts = torch.cat([layer.segments[0].store.buffers["counts"] for layer in cache.folded_layers])
     assert int(counts.min()) == 0 and int(counts.sum()) == 9
     twin = decoded(cache)
@@ -445,7 +445,7 @@ def test_an_emptied_head_is_no_trouble(gates_file):
 def test_all_heads_at_once_are_the_heads_one_by_one(name, gates_file):
     """What a GPU runs, here."""
     model = tiny_model(name)
-    cache = fold(model, prompt(90, 3), DBTrimKV(gates=gates_file(model), total=100, least=0))
+    cache = fold(model, prompt(90, 3), DBTrimKV(gates=gates_file(model), total=100, sinks=0, least=0))
     layer = cache.folded_layers[0]
     store, module = layer.segments[0].store, layer.module()
     store.block = 16
@@ -537,6 +537,20 @@ def test_short_prompts_and_rows_are_whole(gates_file):
     assert len(kept_by(cache, 0)) == 15 * 6 and len(kept_by(cache, 1)) == 20 * 6
 
 
+@pytest.mark.parametrize("scope", ["model", "head"])
+def test_in_the_code_of_another_method(scope, gates_file, tmp_path):
+    model, ids = tiny_model("llama"), prompt(200)
+    method = DBTrimKV(tokens=60, gates=gates_file(model), scope=scope)
+    chain = method >> BlockGTQ(bits=4)
+    alone, coded = fold(model, ids, method), fold(model, ids, chain)
+    assert kept_by(coded, 0) == kept_by(alone, 0)
+    assert coded.ledger().folded_bytes < 0.7 * alone.ledger().folded_bytes
+    coded.save(tmp_path / "doc.kvf")
+    assert kept_by(load(tmp_path / "doc.kvf", model), 0) == kept_by(alone, 0)
+    with pytest.raises(KvfoldError, match=r"calibration of dbtrimkv.*another model"):
+        fold(tiny_model("qwen3"), ids, chain)
+
+
 # ---- bad input ----
 
 
@@ -550,6 +564,20 @@ def test_gates_of_another_model(gates_file):
         with pytest.raises(KvfoldError, match=r"another model.*kvfold train-gates"):
             call()
     assert "generate" not in vars(model)
+
+
+def test_gates_of_another_shape(tmp_path):
+    """They do not say whose they are."""
+    model, path = tiny_model("llama"), tmp_path / "gates.safetensors"
+    for options, message in (
+        (dict(layers=(0, 1, 2), hidden_size=64, kv_heads=4), "4 KV heads, the model has 2"),
+        (dict(layers=(0, 1, 2), hidden_size=32, kv_heads=2), "of 32 channels, not for layer 0 of 64"),
+        (dict(layers=(0, 1), hidden_size=64, kv_heads=2), "not for layer 2"),
+    ):
+        gates = RetentionGates(GateConfig(width=4, features=2, **options))
+        path.write_bytes(TrainedGates(gates, "").to_bytes())
+        with pytest.raises(KvfoldError, match=f"{message}.*kvfold train-gates"):
+            fold(model, prompt(60), DBTrimKV(tokens=9, gates=str(path)))
 
 
 def test_no_gates():

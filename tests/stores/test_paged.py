@@ -10,8 +10,7 @@ from kvfold import DBTrimKV
 from kvfold.ledger import tensor_bytes
 from kvfold.stores.base import AttendContext
 from kvfold.stores.paged import PAGE, Pages, Tokens
-from kvfold.stores.retained import RetainedStore
-from kvfold.stores.weighted import WeightedLayout
+from kvfold.stores.retained import RetainedLayout, RetainedStore
 
 LAYERS, ROWS, HEADS, KEY, VALUE = 2, 2, 3, 8, 6
 SLOTS = LAYERS * ROWS * HEADS
@@ -43,7 +42,7 @@ class Lists:
                 "keys": keys.half(), "values": values.half(), "log_beta": log_beta,
                 "positions": torch.cat(positions).short(),
             }  # fmt: skip
-            stores.append(RetainedStore(WeightedLayout(tokens, (tokens, tokens - 2)), buffers))
+            stores.append(RetainedStore(RetainedLayout(tokens, (tokens, tokens - 2)), buffers))
             at = 0
             for slot, where in enumerate(positions, layer * ROWS * HEADS):
                 for position in where.tolist():

@@ -111,7 +111,8 @@ def fold(
         given |= calibrated(method, calibration)
     options = [*(option or []), *([] if bits is None else [f"bits={bits:g}"])]
     chosen = build_method(method, given, options)
-    _ = chosen.calibrated_for  # raises where its file is no calibration
+    for part in chosen.parts:
+        _ = part.calibrated_for  # raises where its file is no calibration
 
     from kvfold.artifact import save
     from kvfold.cli.models import load_model

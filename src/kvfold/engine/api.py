@@ -16,6 +16,7 @@ from kvfold.api import check_calibration
 from kvfold.engine.loop import Decoding, Engine
 from kvfold.errors import KvfoldError
 from kvfold.hf import CACHE_KEYWORD, FoldedCache, check_supported
+from kvfold.hf.modality import see_prompt
 from kvfold.methods import Full
 from kvfold.methods.base import Method
 
@@ -90,7 +91,7 @@ def stream(
     ...     print(tokenizer.decode(token), end="")
     """
     check_supported(model)
-    cache = _cache(model, input_ids, cache, options.get("attention_mask"))
+    cache = _cache(model, input_ids, cache, options)
     # transformers keeps streamer and tokenizer from a decode loop that is not its own.
     loop = partial(_decoding, engine=engine or Engine(), streamer=options.get("streamer"))
     if options.get("stop_strings") is not None and options.get("tokenizer") is not None:
@@ -100,9 +101,12 @@ def stream(
     return decoding
 
 
-def _cache(model: Any, input_ids: Tensor, cache: Any, mask: Tensor | None) -> Cache:
+def _cache(model: Any, input_ids: Tensor, cache: Any, options: dict[str, Any]) -> Cache:
     """What to decode with, checked."""
+    if isinstance(cache, FoldedCache):
+        see_prompt(cache, model, input_ids, options)
     if isinstance(cache, Cache):
+        mask = options.get("attention_mask")
         seen, tokens = cache.get_seq_length(), max(input_ids.shape[1], 0 if mask is None else mask.shape[1])
         if tokens <= seen:
             raise KvfoldError(
@@ -117,6 +121,7 @@ def _cache(model: Any, input_ids: Tensor, cache: Any, mask: Tensor | None) -> Ca
         )
     check_calibration(model, method)
     cache = FoldedCache(method, model.config, prompt_tokens=input_ids.shape[1])
+    see_prompt(cache, model, input_ids, options)
     cache.watch(model)
     return cache
 

@@ -61,7 +61,7 @@ def _lot(cache: FoldedCache) -> Lot:
     first, layers, tail = stores[0], len(stores), cache.folded_layers[0].tail
     real = tuple(count + tail for count in first.real_tokens)
     dims = first.key_dim, first.value_dim
-    return Lot(first.tokens + tail, real, first.kv_heads, layers, layers, *dims)
+    return Lot(first.tokens + tail, real, first.kv_heads, layers, layers, *dims, first.layout.text)
 
 
 class Paging:

@@ -81,6 +81,7 @@ class Prefill:
             # Samples of different sizes are different queries: take them all, and give each method its own.
             sampled=self.tokens if len(sampled) > 1 else max(sampled, default=0),
             rotary=any(need.rotary for need in needs),
+            text=any(need.text for need in needs),
             gates=tuple(dict.fromkeys(gate for need in needs for gate in need.gates)),
         )
         recorder = _Recorder(wants=wants)

@@ -71,6 +71,8 @@ class FoldedCache(Cache):
         self.prompt_end = prompt_tokens
         self.progress = progress
         self.prompt_hash: str | None = None
+        self.text: torch.Tensor | None = None
+        """Which tokens of the prompts seen are text, (rows, tokens) bool, where that was told (`hf.modality.see_prompt`)."""
         self.report: list[dict[str, Any]] = []
         """One entry a segment: tokens, real tokens of the longest row, whether it was folded, generated or prompt."""
         self.reserved: list[torch.Tensor] = []
@@ -209,7 +211,7 @@ class FoldedCache(Cache):
         """Forget everything: the cache is as new, told no prompt length."""
         super().reset()
         self.prompt_end, self.prompt_hash, self.report = None, None, []
-        self._views, self._account, self._recording = {}, {}, False
+        self._views, self._account, self._recording, self.text = {}, {}, False, None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens from every layer (see `transformers.Cache.crop`)."""
@@ -264,7 +266,7 @@ class FoldedCache(Cache):
     def fork(self) -> FoldedCache:
         """A cache that continues from here on its own; the folded segments are shared, not copied."""
         other = FoldedCache(self.method, prompt_tokens=self.prompt_end)
-        other.config, other.prompt_hash = self.config, self.prompt_hash
+        other.config, other.prompt_hash, other.text = self.config, self.prompt_hash, self.text
         other._recording, other._watch = self._recording, self._watch
         other.report = list(self.report)
         for layer in self.layers:
@@ -322,6 +324,7 @@ class FoldedCache(Cache):
                 count = storage_bytes(tensors_in(vars(layer)))
                 ledgers.append(Ledger({"stock layers": count} if count else {}, count))
         others = {"rotary": self.rotary_tables(), "reserved": self.reserved}
+        others["text mask"] = [] if self.text is None else [self.text]
         shared = {purpose: sum(tensor_bytes(tensor) for tensor in found) for purpose, found in others.items()}
         shared = {purpose: count for purpose, count in shared.items() if count}
         return Ledger.merge([*ledgers, self._counted_again(), Ledger(shared)])

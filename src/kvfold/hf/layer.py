@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from kvfold.errors import CacheMismatchError, NonFiniteError
+from kvfold.errors import CacheMismatchError, KvfoldError, NonFiniteError
 from kvfold.hf import bridge, inputs
 from kvfold.hf.bias import key_bias_of
 from kvfold.hf.call import AttentionCall, visible_columns
@@ -521,6 +521,7 @@ class FoldedLayer(CacheLayerMixin):
             scaling=call.scaling,
             softcap=call.softcap,
             gates=None if self.gates is None else self.gates[:, :, :tokens],
+            text=self._text(call, tokens),
             layer_idx=self.layer_idx,
             num_layers=self.cache.num_layers,
             rotary=self.rotary_of(call.module),
@@ -542,6 +543,22 @@ class FoldedLayer(CacheLayerMixin):
             return None
         bias = key_bias_of(call.module, self.kv_heads, self._key_dim(call))
         return bias if bias is None or self.keys is None else bias.to(self.keys.device)
+
+    def _text(self, call: AttentionCall, tokens: int) -> torch.Tensor | None:
+        """Which of the first `tokens` of the tail are text of a prompt, where the method asks."""
+        if not self.cache.method.needs.text:
+            return None
+        told, start = self.cache.text, self.folded_tokens
+        if told is None:
+            raise KvfoldError(
+                f"{self.cache.method.name} was told to keep all text, and this cache not which tokens are images: use"
+                " kvfold.fold, kvfold.attach or kvfold.generate"
+            )
+        found = torch.zeros(call.batch, tokens, dtype=torch.bool, device=call.device)
+        prompt = told[:, start : start + tokens].to(call.device)
+        if prompt.shape[1]:  # beams are rows that it does not have
+            found[:, : prompt.shape[1]] = prompt.repeat_interleave(call.batch // len(told), 0)
+        return found & call.valid[:, 0, :tokens]
 
     def take(self, store: Store, generated: bool) -> None:
         """Replace the first tokens of the tail by their folded form.

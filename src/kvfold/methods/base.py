@@ -52,6 +52,8 @@ class Needs:
         Each reads every token, prompt and generated, as it passes a layer.
     again : bool
         To read the prompt a second time when folding.
+    text : bool
+        Which tokens of the prompt are text, and not image, video or sound.
     """
 
     window: int = 0
@@ -60,6 +62,7 @@ class Needs:
     rotary: bool = False
     gates: tuple[Gate, ...] = ()
     again: bool = False
+    text: bool = False
 
     def __or__(self, other: Needs) -> Needs:
         """What both need."""
@@ -70,6 +73,7 @@ class Needs:
             rotary=self.rotary or other.rotary,
             gates=(*self.gates, *other.gates),
             again=self.again or other.again,
+            text=self.text or other.text,
         )
 
 
@@ -106,6 +110,8 @@ class LayerView:
         Queries spread over the prompt and their logical index in the segment.
     gates : (batch, kv_heads, tokens, gates) float32 or None
         What each of `Needs.gates` said of each token.
+    text : (batch, tokens) bool or None
+        Which tokens of a prompt are text, and no padding, where the method needs it.
     layer_idx, num_layers : int
     rotary : Rotary or None
     key_bias : (kv_heads, key_dim) or None
@@ -142,6 +148,7 @@ class LayerView:
     sampled: torch.Tensor | None = None
     sampled_index: torch.Tensor | None = None
     gates: torch.Tensor | None = None
+    text: torch.Tensor | None = None
     layer_idx: int = 0
     num_layers: int = 1
     rotary: Rotary | None = None
@@ -249,6 +256,11 @@ class Method(ABC):
     def most(self, lot: Lot, ahead: int) -> int | None:
         """Entries that `choose` leaves at most, all rows together, until `ahead` more tokens are read; None: no bound."""
         return None
+
+    @property
+    def parts(self) -> tuple[Method, ...]:
+        """The methods that it consists of."""
+        return (self,)
 
     @property
     def calibrated_for(self) -> str | None:

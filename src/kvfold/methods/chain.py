@@ -52,6 +52,10 @@ class Chain(Method):
             raise ValueError(f"{self.first.name} codes its tokens already: give it bits=16")
 
     @property
+    def parts(self) -> tuple[Method, ...]:
+        return self.first, self.then
+
+    @property
     def granularity(self) -> Literal["layer", "window", "model"]:
         return self.first.granularity
 

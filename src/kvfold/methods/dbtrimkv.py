@@ -21,9 +21,8 @@ from kvfold.errors import BudgetError, KvfoldError
 from kvfold.methods.base import LayerView, Method, Needs, check_block
 from kvfold.methods.gates import TRAIN, load_gates
 from kvfold.stores.base import Store
-from kvfold.stores.retained import Entries, Lot, RetainedStore
+from kvfold.stores.retained import Entries, Lot, RetainedLayout, RetainedStore
 from kvfold.stores.trizone import position_dtype
-from kvfold.stores.weighted import WeightedLayout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +48,13 @@ class DBTrimKV(Method):
     lookahead : int
         Steps over which a token's future worth is summed (the paper's n).
     sinks, recent : int
-        First and newest tokens of a row that are always kept.
+        First and newest tokens of a row that are always kept. The papers keep none; without the first, small budgets
+        fail (docs/dbtrimkv.md).
     least : int
         Tokens that a head keeps however little they are worth.
+    text : "competes" or "kept"
+        For models that see: text and images compete for the budget, or all text of the prompt is kept and `tokens` or
+        `total` is a budget of what else there is.
 
     Notes
     -----
@@ -77,9 +80,10 @@ class DBTrimKV(Method):
     buffer: int = 32
     chunks: bool = False
     lookahead: int = 1
-    sinks: int = 0
+    sinks: int = 1
     recent: int = 0
     least: int = 1
+    text: Literal["competes", "kept"] = "competes"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -96,6 +100,10 @@ class DBTrimKV(Method):
             raise ValueError(f"threshold must lie between 0 and 1, got {self.threshold}")
         if self.scope not in ("model", "head"):
             raise ValueError(f"scope must be model or head, got {self.scope!r}")
+        if self.text not in ("competes", "kept"):
+            raise ValueError(f"text must be competes or kept, got {self.text!r}")
+        if self.text == "kept" and self.per_head is None and self.total is None:
+            raise ValueError(f"text=kept needs a budget of tokens or total, got {', '.join(given)}")
         if self.lookahead < 1 or min(self.sinks, self.recent, self.least) < 0:
             raise ValueError(
                 "lookahead must be at least 1, and sinks, recent and least must not be negative, got"
@@ -115,7 +123,7 @@ class DBTrimKV(Method):
 
     @property
     def needs(self) -> Needs:
-        return Needs(gates=(load_gates(self.gates),))
+        return Needs(gates=(load_gates(self.gates),), text=self.text == "kept")
 
     @property
     def shortest(self) -> int:
@@ -201,16 +209,18 @@ class DBTrimKV(Method):
         return alive & (ranks(order, row if len(entries.padding) > 1 else None, ahead=always) < limit)
 
     def limits(self, lot: Lot) -> list[int]:
-        return [self._limit(lot, real) for real in lot.real_tokens]
+        return [self._limit(lot, real, text) for real, text in zip(lot.real_tokens, _text(lot))]
 
     def most(self, lot: Lot, ahead: int) -> int | None:
         if self.threshold is not None:
             return None
-        ends = [real + ahead for real in lot.real_tokens]
-        return sum(max(self._limit(lot, end), min(self.shortest, end) * lot.heads) for end in ends)
+        rows = [(real + ahead, text) for real, text in zip(lot.real_tokens, _text(lot))]
+        return sum(
+            max(self._limit(lot, end, text), min(self.shortest, end) * lot.heads) for end, text in rows
+        )
 
-    def _limit(self, lot: Lot, real: int) -> int:
-        """Entries of a row of so many real tokens."""
+    def _limit(self, lot: Lot, real: int, text: int) -> int:
+        """Entries of a row of so many real tokens, `text` of which its budget does not count."""
         if real <= self.shortest:
             return real * lot.heads
         share = lot.layers / lot.folding_layers
@@ -219,7 +229,11 @@ class DBTrimKV(Method):
             raise BudgetError(
                 f"the budget pays for no token of {real}: give more than {lot.heads} heads' metadata"
             )
-        return found
+        return found + text * lot.heads
+
+
+def _text(lot: Lot) -> tuple[int, ...]:
+    return lot.text or (0,) * len(lot.real_tokens)
 
 
 def future_worth(age: Tensor, log_beta: Tensor, lookahead: int) -> Tensor:
@@ -256,7 +270,7 @@ def _together(pools: Sequence[_Pool], method: DBTrimKV) -> Entries:
     slots, tokens = len(real) * first.kv_heads, torch.tensor(first.tokens, device=device)
     dims = [(pool.view.keys.shape[-1], pool.view.values.shape[-1]) for pool in pools]
     folding = first.view.folding_layers
-    lot = Lot(first.tokens, real, first.kv_heads, len(pools), folding, *max(dims, key=sum))
+    lot = Lot(first.tokens, real, first.kv_heads, len(pools), folding, *max(dims, key=sum), first.text)
     positions = torch.cat([pool.positions.to(device) for pool in pools])
     return Entries(
         positions=positions,
@@ -285,6 +299,8 @@ class _Pool:
         Logical tokens of all.
     real_tokens : tuple of int
         Of each row.
+    text : tuple of int
+        Of each row, tokens that are kept beside its budget; empty: none.
     """
 
     def __init__(self, view: LayerView):
@@ -295,6 +311,11 @@ class _Pool:
         self.log_beta = view.gates[row, head, self._token, 0]
         self.tokens, self.real_tokens = view.tokens, view.real_tokens
         self.positions = self._token
+        self.text: tuple[int, ...] = ()
+        if view.text is not None:
+            self.text = tuple(view.text.sum(1).tolist())
+            # A beta of 1: never worth less than anything else.
+            self.log_beta = self.log_beta.masked_fill(view.text.to(row.device)[row, self._token], 0)
         self._old: RetainedStore | None = None
         if view.previous is not None:
             self._add(*view.previous)
@@ -311,6 +332,8 @@ class _Pool:
         self.positions = torch.cat([old.buffers["positions"].long(), old.tokens + self.positions])
         self.tokens += old.tokens
         self.real_tokens = tuple(map(sum, zip(old.real_tokens, self.real_tokens, strict=True)))
+        if old.layout.text:
+            self.text = tuple(map(sum, zip(old.layout.text, self.text, strict=True)))
 
     def keep(self, chosen: Tensor) -> RetainedStore:
         """A store of the tokens that chosen (n,) bool says."""
@@ -334,4 +357,4 @@ class _Pool:
             if self._old is not None:
                 kept[~new] = self._old.buffers[name][index[~new]]
             buffers[name] = kept
-        return RetainedStore(WeightedLayout(self.tokens, self.real_tokens), buffers)
+        return RetainedStore(RetainedLayout(self.tokens, self.real_tokens, self.text), buffers)

@@ -155,7 +155,19 @@ class TrainedGates:
 
     @torch.no_grad()
     def __call__(self, inputs: Tensor, layer_idx: int) -> Tensor:
-        """Log beta (batch, kv_heads, tokens) float32 of what a layer is given (batch, tokens, hidden_size)."""
+        """Log beta (batch, kv_heads, tokens) float32 of what a layer is given (batch, tokens, hidden_size).
+
+        Raises
+        ------
+        KvfoldError
+            They have none for the layer, or for layers of another size.
+        """
+        config = self.gates.config
+        if layer_idx not in config.layers or inputs.shape[-1] != config.hidden_size:
+            raise KvfoldError(
+                f"the gates are for layers {', '.join(map(str, config.layers))} of {config.hidden_size} channels, not for"
+                f" layer {layer_idx} of {inputs.shape[-1]}: they are another model's; {TRAIN}"
+            )
         if inputs.device not in self._copies:
             self._copies[inputs.device] = copy.deepcopy(self.gates).float().to(inputs.device)
         found: Tensor = self._copies[inputs.device](inputs, layer_idx)

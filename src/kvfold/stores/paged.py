@@ -19,9 +19,8 @@ from kvfold.kernels import paged_decode
 from kvfold.kernels.paged_decode import PAGE, Paged
 from kvfold.kernels.reference import Part
 from kvfold.stores.base import AttendContext
-from kvfold.stores.retained import Entries, Lot, RetainedStore
+from kvfold.stores.retained import Entries, Lot, RetainedLayout, RetainedStore
 from kvfold.stores.trizone import position_dtype
-from kvfold.stores.weighted import WeightedLayout
 
 
 @dataclass(frozen=True)
@@ -71,6 +70,7 @@ class Pages:
         self.kv_heads, self.ahead = heads, ahead
         self.folded, self.newer = first.tokens, tail.keys.shape[2]
         self.real_tokens = tuple(count + self.newer for count in first.real_tokens)
+        self._text = first.layout.text
         slots = len(stores) * rows * heads
         held = torch.cat([store.buffers["counts"].flatten().to(device) for store in stores])
         self._most = max(tokens, int(held.sum()))
@@ -140,7 +140,9 @@ class Pages:
     def lot(self) -> Lot:
         """Of what the pool holds tokens."""
         layers, dims = len(self.layers), (self._keys.shape[1], self._values.shape[1])
-        return Lot(self.folded + self.newer, self.real_tokens, self.kv_heads, layers, layers, *dims)
+        return Lot(
+            self.folded + self.newer, self.real_tokens, self.kv_heads, layers, layers, *dims, self._text
+        )
 
     def begin_eviction(self, limits: Sequence[int]) -> None:
         """Tell the device what the host knows of the eviction that comes."""
@@ -266,7 +268,7 @@ class Pages:
         """Stores of what the last eviction left, and the tokens read since; of each layer."""
         rows = len(self.real_tokens)
         real = tuple(count - self.newer for count in self.real_tokens)
-        layout = WeightedLayout(self.folded, real)
+        layout = RetainedLayout(self.folded, real, self._text)
         half = self._keys.dtype if self._keys.dtype != torch.float32 else torch.float16
         slot, _, place, old = self._order(self._kept)
         slot, place = slot[old], place[old]

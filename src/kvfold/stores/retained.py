@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from kvfold.kernels.reference import Part, attend, merge
 from kvfold.stores.base import AttendContext
-from kvfold.stores.weighted import WeightedStore
+from kvfold.stores.weighted import WeightedLayout, WeightedStore
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,8 @@ class Lot:
         Of the whole model.
     key_dim, value_dim : int
         The largest of the layers'.
+    text : tuple of int
+        Of each row, tokens that its budget does not count; empty: none.
     """
 
     tokens: int
@@ -36,6 +43,7 @@ class Lot:
     folding_layers: int
     key_dim: int
     value_dim: int
+    text: tuple[int, ...] = ()
 
     @property
     def heads(self) -> int:
@@ -77,6 +85,22 @@ class Entries:
     heads: int
 
 
+@dataclass(frozen=True)
+class RetainedLayout(WeightedLayout):
+    """What is not a tensor.
+
+    Attributes
+    ----------
+    text : tuple of int
+        Of each row, tokens that its budget does not count; empty: none.
+    """
+
+    text: tuple[int, ...] = ()
+
+    def of_rows(self, rows: Sequence[int]) -> Self:
+        return replace(super().of_rows(rows), text=tuple(self.text[row] for row in rows if self.text))
+
+
 class RetainedStore(WeightedStore):
     """A weighted store whose tokens each carry "log_beta" (kept,) float32.
 
@@ -85,6 +109,13 @@ class RetainedStore(WeightedStore):
 
     kind = "retained"
     purposes = {**WeightedStore.purposes, "log_beta": "retention"}
+
+    layout: RetainedLayout
+
+    @classmethod
+    def from_state(cls, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> Self:
+        layout = RetainedLayout(meta["tokens"], tuple(meta["real_tokens"]), tuple(meta.get("text", ())))
+        return cls(layout, tensors)
 
     @staticmethod
     def entry_bytes(key_dim: int, value_dim: int, tokens: int) -> int:

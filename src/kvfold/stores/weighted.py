@@ -37,6 +37,10 @@ class WeightedLayout:
     tokens: int
     real_tokens: tuple[int, ...]
 
+    def of_rows(self, rows: Sequence[int]) -> Self:
+        """The layout of a store of these rows."""
+        return replace(self, real_tokens=tuple(self.real_tokens[row] for row in rows))
+
 
 class WeightedStore(Store):
     """Kept tokens, one ragged segment for each row and KV head.
@@ -217,13 +221,13 @@ class WeightedStore(Store):
     def crop(self, tokens: int) -> Self:
         gone = self.tokens - tokens
         real = tuple(max(count - gone, 0) for count in self.real_tokens)
-        return self._pick(WeightedLayout(tokens, real), range(self.rows), before=tokens)
+        return self._pick(
+            replace(self.layout, tokens=tokens, real_tokens=real), range(self.rows), before=tokens
+        )
 
     def select(self, rows: Tensor) -> Self:
         chosen = rows.tolist()
-        return self._pick(
-            replace(self.layout, real_tokens=tuple(self.real_tokens[row] for row in chosen)), chosen
-        )
+        return self._pick(self.layout.of_rows(chosen), chosen)
 
     # ---- state ----
 
