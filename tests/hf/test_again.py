@@ -186,6 +186,8 @@ def test_a_fold_for_repeated_queries_has_its_bytes():
     stores = [[layer.segments[0].store for layer in cache.layers] for cache in (plain, found)]
     assert sum(store.nbytes for store in stores[0]) == sum(store.nbytes for store in stores[1])
     assert not torch.equal(stores[0][0].buffers["values"][:10], stores[1][0].buffers["values"][:10])
+    places = [(head["layer"], head["head"]) for head in found.report[0]["heads"]]
+    assert places == [(layer, head) for layer in range(3) for head in range(2)]
 
 
 @pytest.mark.parametrize("options", [{"cascade": True}, {"queries": "repeat"}])

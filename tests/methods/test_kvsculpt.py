@@ -128,6 +128,24 @@ def test_a_head_that_only_gets_worse_stays_the_fit(monkeypatch):
     (found,) = KVSculpt(**options).fold([one])
     for name, tensor in fit.buffers.items():
         assert torch.equal(found.buffers[name], tensor)
+    told = one.said[-2:]
+    assert [head["keys_of_tokens"] for head in told] == [1, 1]
+    assert [head["diverged"] for head in told] == [False, True]
+
+
+def test_what_is_told_of_heads():
+    """Errors of the fit and of what is kept, beside those of the stored content by hand."""
+    one = prompt()
+    options = dict(tokens=16, sinks=2, window=6, horizon=16, heads="uniform", lse=0.0)
+    KVSculpt(**options, steps=0).fold([one])
+    assert [head["head"] for head in one.said] == [0, 1] and "held_out" not in one.said[0]
+    (store,) = KVSculpt(**options, steps=40).fold([one])
+    for told in one.said[2:]:
+        assert told["tokens"] == [152, 8] and told["pieces"] == 1 and not told["diverged"]
+        assert told["held_out"][1] < 0.9 * told["held_out"][0] and told["keys_of_tokens"] == 0
+        # The last values are fitted to all queries, those reported to the ones trained on.
+        both = told["trained"][1] * 7 / 8 + told["held_out"][1] / 8
+        assert error(one, store)[told["head"]] == pytest.approx(both, rel=0.5)
 
 
 def test_keys_that_leave_float16_are_named(monkeypatch, caplog):
@@ -139,7 +157,8 @@ def test_keys_that_leave_float16_are_named(monkeypatch, caplog):
             self.x[0] *= 1e6
 
     monkeypatch.setattr(kvsculpt, "LBFGS", Far)
-    monkeypatch.setattr(kvsculpt.Batch, "held_error", lambda self, keys, values: 1 / keys.abs().amax((1, 2)))
+    fewer = lambda self, keys, values: 1 / keys.abs().amax((1, 2))[:, None].expand(-1, 2)  # noqa: E731
+    monkeypatch.setattr(kvsculpt.Batch, "errors", fewer)
     with caplog.at_level(logging.WARNING):
         (store,) = KVSculpt(tokens=16, sinks=2, window=6, heads="uniform").fold([prompt()])
     assert "layer 0, KV head 0" in caplog.text and "head 1" not in caplog.text

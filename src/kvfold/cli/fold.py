@@ -152,9 +152,15 @@ def fold(
                 "folded": not whole,
                 "seconds": round(seconds, 3),
                 "ledger": ledger,
+                "report": report,
             }
         )
         return
+    for head in (head for entry in report for head in entry.get("heads", ()) if head.get("diverged")):
+        console.note(
+            f"layer {head['layer']}, KV head {head['head']}: the optimiser diverged; its best keys before that are kept,"
+            " those of tokens (Select+Fit) if none were better"
+        )
     if whole:
         console.note(f"not folded: {whole[0]}; all of it is kept as it is")
     out = console.out()

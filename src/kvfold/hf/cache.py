@@ -74,7 +74,8 @@ class FoldedCache(Cache):
         self.text: torch.Tensor | None = None
         """Which tokens of the prompts seen are text, (rows, tokens) bool, where that was told (`hf.modality.see_prompt`)."""
         self.report: list[dict[str, Any]] = []
-        """One entry a segment: tokens, real tokens of the longest row, whether it was folded, generated or prompt."""
+        """One entry a segment: tokens, real tokens of the longest row, whether it was folded, generated or prompt; of heads
+        what the method says."""
         self.reserved: list[torch.Tensor] = []
         """What an engine that is decoding has reserved for new tokens."""
         self._views: dict[int, LayerView] = {}
@@ -228,12 +229,13 @@ class FoldedCache(Cache):
             # A round that was interrupted leaves nothing to the next.
             self._views, self._account = {}, {}
         view.account, view.folding_layers, view.work = self._account, len(layers), self.work
-        view.again = self.again
+        view.again, view.said = self.again, []
         self._views[layer.layer_idx] = view
         if not self.method.complete(layers.index(layer), len(layers)):
             return
         views, self._views = self._views, {}
         stores = self.method.fold([views[index] for index in sorted(views)])
+        said = [entry for index in sorted(views) for entry in views[index].said]
         for index, store in zip(sorted(views), stores, strict=True):
             target = self.layers[index]
             assert isinstance(target, FoldedLayer)
@@ -241,6 +243,8 @@ class FoldedCache(Cache):
             self.note(index, store.tokens, max(view.real_tokens), folded=True, generated=view.generated)
             if self.progress is not None and not view.generated:
                 self.progress(index, self.num_layers)
+        if said:
+            self.report[-1].setdefault("heads", []).extend(said)
         if layer is layers[-1]:
             self._account = {}
 

@@ -131,6 +131,8 @@ class LayerView:
         For folds that take long: to tell how far they are, and to keep finished parts.
     again : Again or None
         None where it is not needed, or the prompt's tokens are not known.
+    said : list of dict
+        What a method has to say of the heads that it folds, as plain data: `FoldedCache.report` tells it.
     """
 
     keys: torch.Tensor
@@ -160,6 +162,7 @@ class LayerView:
     generated: bool = False
     work: Work = field(default_factory=Work)
     again: Again | None = None
+    said: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:

@@ -172,12 +172,13 @@ class Batch:
             )
         return values
 
-    def held_error(self, keys: Tensor, values: Tensor) -> Tensor:
-        """Mean squared output error (heads,) for the queries held out."""
+    def errors(self, keys: Tensor, values: Tensor) -> Tensor:
+        """Mean squared output error (heads, 2) for the queries trained on and for those held out."""
         found = []
         for part in self._parts(torch.arange(len(keys), device=keys.device)):
             weights, _, rest, _ = self._attend(keys[part], part)
             output = weights @ values[part] + rest[..., None] * self.asked.rest_output[part]
             error = (output - self.asked.output[part]).square().mean(-1)
-            found.append((self.asked.held[part] * error).sum(1))
+            shares = torch.stack([self.asked.learned[part], self.asked.held[part]], 1)
+            found.append((shares * error[:, None]).sum(2))
         return torch.cat(found)

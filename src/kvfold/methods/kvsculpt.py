@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -175,6 +175,7 @@ class KVSculpt(SelectFit):
         of: dict[Head, list[Distilled]] = {head: [] for head in heads}
         for piece, distilled in zip(pieces, found, strict=True):
             of[piece.head].append(distilled)
+        views[0].said.extend(_told(head, parts) for head, parts in of.items() if parts)
         kept = iter([head.kept(parts) for head, parts in of.items()])
         stores: list[Store] = []
         for view in views:
@@ -390,20 +391,21 @@ class KVSculpt(SelectFit):
             self.lse,
         )
         towards = batch.values if self.ridge_to == "own" else torch.zeros_like(batch.values)
-        best, error = batch.keys.clone(), batch.keys.new_full((len(problems),), torch.inf)
+        best, errors = batch.keys.clone(), batch.keys.new_full((len(problems), 2, 2), torch.inf)
         tokens = sum(batch.counts)
 
         def keep_better(keys: Tensor) -> None:
             """Solve for the values of all pieces, and note the keys of those that have become better."""
             batch.values = batch.solve(keys, self.ridge, towards)
-            now = batch.held_error(keys, batch.values)
-            better = now < error  # false where it is NaN
-            best[better], error[better] = keys[better], now[better]
+            now = batch.errors(keys, batch.values)
+            better = now[:, 1] < errors[:, 1, 1]  # false where it is NaN
+            best[better], errors[better, 1] = keys[better], now[better]
 
         start = batch.pad([problem.start for problem in problems])
         moved = not torch.equal(start, batch.keys)
         if steps or moved or not last:
             keep_better(batch.keys)
+            errors[:, 0] = errors[:, 1]
         if moved:
             keep_better(start)
         solver = self._solver(start.flatten(1))
@@ -432,7 +434,8 @@ class KVSculpt(SelectFit):
                 problem.chosen,
                 cast[i, :count].to(dtype),
                 values[i, :count].to(dtype),
-                error[i],
+                errors[i],
+                sound[i],
                 problem.scores[: 0 if last else None],
             )
             for i, (problem, count) in enumerate(zip(problems, batch.counts, strict=True))
@@ -440,6 +443,22 @@ class KVSculpt(SelectFit):
 
     def _solver(self, x: Tensor) -> LBFGS | Adam:
         return LBFGS(x) if self.optimiser == "lbfgs" else Adam(x, self.rate)
+
+
+def _told(head: Head, parts: Sequence[Distilled]) -> dict[str, Any]:
+    """What the report says of a head; errors are summed over its pieces, each (of Select+Fit, of what is kept)."""
+    errors = torch.stack([part.errors for part in parts])
+    trained, held = errors.sum(0).t().tolist()
+    return {
+        "layer": head.view.layer_idx,
+        "row": head.row,
+        "head": head.head,
+        "tokens": [head.others.stop - head.others.start, sum(len(part.chosen) for part in parts)],
+        **({"trained": trained, "held_out": held} if math.isfinite(held[1]) else {}),
+        "keys_of_tokens": int((errors[:, 0] == errors[:, 1]).flatten(1).all(1).sum()),
+        "pieces": len(parts),
+        "diverged": not all(bool(part.sound) for part in parts),
+    }
 
 
 @dataclass

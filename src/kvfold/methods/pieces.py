@@ -152,16 +152,23 @@ class Problem:
 
 @dataclass(frozen=True)
 class Distilled:
-    """What became of a piece: the tokens it started from, their new keys and values in 16 bits, its held-out error.
+    """What became of a piece: the tokens it started from, their new keys and values in 16 bits.
 
-    A pilot also says what all of its tokens weigh.
+    `errors` (2, 2) are mean squared output errors of the fit and of what was kept, for queries trained on and held out;
+    `sound` (a bool) says whether the optimiser stayed within the numbers. A pilot also says what all of its tokens weigh.
     """
 
     chosen: Tensor
     keys: Tensor
     values: Tensor
-    error: Tensor
+    errors: Tensor
+    sound: Tensor
     scores: Tensor
+
+    @property
+    def error(self) -> Tensor:
+        """That for queries held out."""
+        return self.errors[1, 1]
 
     def moved(self, chosen: Tensor, keys: Tensor) -> Tensor:
         """Keys of other tokens, where this one has moved them: as it has."""
@@ -193,14 +200,15 @@ def packed(parts: Sequence[Distilled]) -> dict[str, Tensor]:
     """Finished parts, to be kept."""
     names = ("chosen", "keys", "values", "scores")
     tensors = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
-    return {**tensors, "error": torch.stack([part.error for part in parts])}
+    one_each = {name: torch.stack([getattr(part, name) for part in parts]) for name in ("errors", "sound")}
+    return {**tensors, **one_each}
 
 
 def unpacked(
     kept: Mapping[str, Tensor] | None, counts: Sequence[int], sizes: Sequence[int], device: torch.device
 ) -> list[Distilled] | None:
     """What `packed` made of pieces with such counts, and scores of such sizes, else None."""
-    if kept is None or [len(kept[name]) for name in ("error", "chosen", "scores")] != [
+    if kept is None or [len(kept[name]) for name in ("errors", "chosen", "scores")] != [
         len(counts),
         sum(counts),
         sum(sizes),
@@ -209,7 +217,7 @@ def unpacked(
     on = {name: tensor.to(device) for name, tensor in kept.items()}
     columns = (on[name].split(list(counts)) for name in ("chosen", "keys", "values"))
     scores = on["scores"].split(list(sizes))
-    return [Distilled(*each) for each in zip(*columns, on["error"], scores, strict=True)]
+    return [Distilled(*each) for each in zip(*columns, on["errors"], on["sound"], scores, strict=True)]
 
 
 def slices(
