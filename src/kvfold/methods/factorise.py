@@ -18,7 +18,8 @@ from kvfold.kernels.reference import column_mass
 from kvfold.methods.base import LayerView
 from kvfold.methods.fit import future_queries
 from kvfold.methods.scores import keys_for_scores
-from kvfold.stores.lowrank import Factor, LowRankRow, LowRankStore, narrow
+from kvfold.stores.lowrank import Factor, LowRankRow, LowRankStore, encode
+from kvfold.stores.lowrank.encode import narrow
 from kvfold.stores.trizone import position_dtype
 
 if TYPE_CHECKING:
@@ -81,10 +82,13 @@ class Window:
     def encode(self) -> Iterator[tuple[LowRankRow, dict[str, Tensor]]]:
         """For each layer what is not a tensor, and buffers; those of factors are the same for layers that share them."""
         self._measure()
-        for block in self._blocks():
+        blocks = self._blocks()
+        # They take more than all that is to come.
+        self.states, self._grams = [], []
+        for block in blocks:
             shared: dict[str, Tensor] = {}
             for name, factors, factor in zip(("key", "value"), block.factors, block.found, strict=True):
-                shared |= LowRankStore.encode_factors(name, factors, factor, self.half)
+                shared |= encode.factors(name, factors, factor, self.half)
             described = LowRankRow(
                 first=self.first,
                 shift=int(self.views[0].positions[self.row, -1]) - self.views[0].tokens + 1,
@@ -103,13 +107,13 @@ class Window:
         """Token weights, and states less their mean with the metric applied, (coded, layers * kv_heads * dim) each."""
         self.metrics: list[tuple[Tensor, Tensor]] = []
         self.means: list[tuple[Tensor, Tensor]] = []
+        self.weights = torch.stack([self._weights(view) for view in self.views]).mean(0)
         device, layers = self.views[0].keys.device, len(self.views)
         self.states = [
             torch.empty(self.coded, layers * self.heads * dim, dtype=torch.float32, device=device)
             for dim in self.dims
         ]
         self._grams: list[Tensor | None] = [None, None]
-        self.weights = torch.stack([self._weights(view) for view in self.views]).mean(0)
         for layer, view in enumerate(self.views):
             self.metrics.append((self._key_metric(view), self._value_metric(view)))
             self.means.append((self._mean(view, 0), self._mean(view, 1)))
@@ -352,7 +356,7 @@ class Window:
         """A layer's rows (kv_heads, rank, dim) of the basis, with the metric taken off again."""
         name, basis = ("key", "value")[part], torch.linalg.solve(self.metrics[layer][part], rows, left=False)
         mean = {f"{name}_mean": self.means[layer][part]} if self.method.centre else {}
-        return {**mean, **LowRankStore.encode_basis(name, basis, factor, self.half)}
+        return {**mean, **encode.basis(name, basis, factor, self.half)}
 
     # ---- a turn after a folded one ----
 
@@ -443,7 +447,7 @@ class Window:
             tokens = self.sinks + (outliers[..., None] * method.chunk + inner).flatten(1)
             index = torch.cat([index, tokens], 1)
             if chooses or method.choice != "window":
-                parts |= LowRankStore.encode_landmarks(marks)
+                parts |= encode.landmarks(marks)
         for name, states in (("exact_keys", keys), ("exact_values", values)):
             parts[name] = narrow(
                 states.gather(1, index[..., None].expand(-1, -1, states.shape[-1])), self.half

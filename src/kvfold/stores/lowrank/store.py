@@ -3,117 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
-from kvfold.codecs.rotated import RotatedCode
-from kvfold.kernels import dense_decode, lowrank_decode
+from kvfold.kernels import dense_decode
 from kvfold.kernels.dense_decode import Exact
-from kvfold.kernels.lowrank_decode import Factors
-from kvfold.kernels.position_bias import Turns, turns
-from kvfold.kernels.reference import Part, attend, merge, soft_cap, softmax_part
-from kvfold.kernels.streams import aside, joined
+from kvfold.kernels.reference import Part, merge, soft_cap, softmax_part
 from kvfold.stores.base import AttendContext, Kept, Rotary, Store
+from kvfold.stores.lowrank import decode, latent
+from kvfold.stores.lowrank.layout import PARTS, Factor, LowRankLayout, LowRankRow, landmark_code, vector_code
 from kvfold.stores.shadow import OfRow
 from kvfold.stores.tokenwise import attend_rows, rotary_for
-
-PARTS = ("key", "value")
-STREAMS = 4
-"""Rows of a batch that a GPU reads at a time."""
-
-
-@dataclass(frozen=True)
-class Factor:
-    """How one row's keys or values of a window are factored.
-
-    Attributes
-    ----------
-    groups : tuple of (width, components)
-        Width 16: not coded. Otherwise the token factors are `RotatedCode(groups, norms="group")`, and the basis is that of
-        the rotated components.
-    basis_bits : 8 or 16
-    lost : float
-        Share of the (weighted) squared norm that lies outside the basis, over the prompt that it was made for.
-    """
-
-    groups: tuple[tuple[int, int], ...]
-    basis_bits: int
-    lost: float
-
-    @property
-    def rank(self) -> int:
-        """Components."""
-        return sum(count for _, count in self.groups)
-
-    @property
-    def code(self) -> RotatedCode | None:
-        """Of token factors; None if they are 16-bit."""
-        return None if self.groups[0][0] == 16 else RotatedCode(self.groups, norms="group")
-
-
-@dataclass(frozen=True)
-class LowRankRow:
-    """What is not a tensor, for one row.
-
-    Attributes
-    ----------
-    first : int
-        Logical index of the first real token.
-    shift : int
-        RoPE position minus logical index.
-    sinks, newest : int
-        First and last real tokens kept exact. Those between them are in factors.
-    layers : int
-        Layers that share the factors.
-    key, value : Factor
-    """
-
-    first: int
-    shift: int
-    sinks: int
-    newest: int
-    layers: int
-    key: Factor
-    value: Factor
-
-
-@dataclass(frozen=True)
-class LowRankLayout:
-    """What is not a tensor.
-
-    Attributes
-    ----------
-    tokens : int
-        Logical length; a crop leaves the buffers as they are and hides what lies beyond.
-    real_tokens : tuple of int
-    kv_heads, key_dim, value_dim : int
-    turned : bool
-        Factors are of keys before RoPE.
-    rows : tuple of LowRankRow
-    chunk : int
-        Tokens that share a landmark; 0: none has.
-    selected : int
-        Chunks that a query reads beside outliers and exact tokens.
-    choice : "head", "layer" or "window"
-        Who chooses chunks together: the queries of one KV head, of the layer, or the window's first layer for all.
-    """
-
-    tokens: int
-    real_tokens: tuple[int, ...]
-    kv_heads: int
-    key_dim: int
-    value_dim: int
-    turned: bool
-    rows: tuple[LowRankRow, ...]
-    chunk: int = 0
-    selected: int = 0
-    choice: Literal["head", "layer", "window"] = "window"
 
 
 class LowRankStore(Store):
@@ -196,33 +101,6 @@ class LowRankStore(Store):
             if parts[f"exact_{part}s"].shape[1] != exact:
                 raise ValueError(f"row {number}: exact_{part}s are not those of {exact} tokens")
 
-    # ---- encoding ----
-
-    @staticmethod
-    def encode_factors(name: str, factors: Tensor, factor: Factor, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Token factors (n, rank) as buffers, the same for every layer of a window; name is "key" or "value"."""
-        code = factor.code
-        if code is None:
-            return {f"{name}_factors": narrow(factors, dtype)}
-        codes, norms = code.encode(factors)
-        return {f"{name}_factors": codes, f"{name}_norms": norms}
-
-    @staticmethod
-    def encode_basis(name: str, basis: Tensor, factor: Factor, dtype: torch.dtype) -> dict[str, Tensor]:
-        """A layer's basis (kv_heads, rank, dim) as buffers."""
-        if factor.code is not None:
-            basis = factor.code.rotate(basis.transpose(1, 2)).transpose(1, 2)
-        if factor.basis_bits == 16:
-            return {f"{name}_basis": narrow(basis, dtype)}
-        codes, scales = vector_code(basis.shape[-1]).encode(basis)
-        return {f"{name}_basis": codes, f"{name}_scales": scales}
-
-    @staticmethod
-    def encode_landmarks(marks: Tensor) -> dict[str, Tensor]:
-        """Mean keys (kv_heads, chunks, key_dim) after RoPE as buffers."""
-        codes, scales = landmark_code(marks.shape[-1]).encode(marks)
-        return {"landmarks": codes, "landmark_scales": scales}
-
     # ---- parts of a row ----
 
     def factors(self, row: int, name: str, index: slice | Tensor = slice(None)) -> Tensor:
@@ -269,7 +147,7 @@ class LowRankStore(Store):
         """First logical index in factors, and how many tokens are."""
         return self.layout.rows[row].first + self.layout.rows[row].sinks, len(self._rows[row]["key_factors"])
 
-    def _keys(
+    def rebuilt(
         self, row: int, basis: Tensor, index: Tensor, rotary: Rotary | None, heads: slice = slice(None)
     ) -> Tensor:
         """Keys (heads, n, key_dim) of some tokens in factors, turned to their positions."""
@@ -279,7 +157,7 @@ class LowRankStore(Store):
             return keys
         return rotary.rotate(keys, index + self.coded(row)[0] + self.layout.rows[row].shift)
 
-    def _near(self, row: int) -> Tensor:
+    def near(self, row: int) -> Tensor:
         """Logical indices (kv_heads | 1, exact) of exact tokens."""
         start, count = self.coded(row)
         one = self.layout.rows[row]
@@ -292,15 +170,15 @@ class LowRankStore(Store):
         )[None]
         if not self.layout.chunk:
             return near
-        outliers = start + self._tokens_of(self._rows[row]["outliers"])
+        outliers = start + self.tokens_of(self._rows[row]["outliers"])
         return torch.cat([near.expand(self.kv_heads, -1), outliers], 1)
 
-    def _tokens_of(self, chunks: Tensor) -> Tensor:
+    def tokens_of(self, chunks: Tensor) -> Tensor:
         """Tokens (..., chunks * chunk) of chunks (..., chunks), counted from the first one in factors."""
         inner = torch.arange(self.layout.chunk, device=chunks.device)
         return (chunks.long()[..., None] * self.layout.chunk + inner).flatten(-2)
 
-    def _hidden(self, row: int, index: Tensor, heads: slice) -> Tensor | None:
+    def hidden(self, row: int, index: Tensor, heads: slice) -> Tensor | None:
         """Which tokens in factors are cropped or outliers, (heads | 1, 1, 1, n) bool, or None."""
         start, count = self.coded(row)
         hidden = None
@@ -308,7 +186,7 @@ class LowRankStore(Store):
             hidden = (index + start >= self.tokens)[None]
         if self.layout.chunk and self._rows[row]["outliers"].numel():
             exact = torch.zeros(self.kv_heads, count, dtype=torch.bool, device=index.device)
-            exact.scatter_(1, self._tokens_of(self._rows[row]["outliers"]), True)
+            exact.scatter_(1, self.tokens_of(self._rows[row]["outliers"]), True)
             exact = exact[heads][:, index]
             hidden = exact if hidden is None else hidden | exact
         return None if hidden is None else hidden[:, None, None]
@@ -316,8 +194,8 @@ class LowRankStore(Store):
     # ---- attention ----
 
     def attend(self, query: Tensor, rows: Tensor | None, context: AttendContext) -> Part:
-        if rows is None and query.is_cuda and self._fits(query, context):
-            return self._decode(query, context, None, None)
+        if rows is None and query.is_cuda and decode.serves(self, query, context):
+            return decode.attend(self, query, context)
         return attend_rows(query, rows, lambda row, q: self._attend_row(row, q, context))
 
     def _attend_row(self, row: int, query: Tensor, context: AttendContext) -> Part:
@@ -327,7 +205,7 @@ class LowRankStore(Store):
         for start in range(0, count, limit):
             part = query[:, start : start + limit]
             if context.expand is not None:
-                output, lse = self._attend_latent(row, part, context)
+                output, lse = latent.attend(self, row, part, context)
             else:
                 grouped = part.reshape(self.kv_heads, -1, part.shape[1], dim) * context.scaling
                 output, lse = (x.flatten(0, 1) for x in self._attend_some(row, grouped, context, start))
@@ -338,7 +216,7 @@ class LowRankStore(Store):
     def _attend_some(self, row: int, query: Tensor, context: AttendContext, name: int) -> Part:
         """Attention of scaled queries (kv_heads, group, n, key_dim) over what they choose, or all."""
         key_basis, value_basis = (self.basis(row, part) for part in PARTS)
-        chosen = self._choose(row, partial(self._own_choice, row, query), context, name)
+        chosen = self.choose(row, partial(self._own_choice, row, query), context, name)
         if chosen is None:
             far = self._far(row, query, key_basis, context, slice(None), None)
         else:
@@ -353,7 +231,7 @@ class LowRankStore(Store):
         parts = self._rows[row]
         scores = soft_cap(
             query @ parts["exact_keys"].float()[:, None].transpose(-1, -2), context.softcap
-        ).masked_fill((self._near(row) >= self.tokens)[:, None, None], -torch.inf)
+        ).masked_fill((self.near(row) >= self.tokens)[:, None, None], -torch.inf)
         return merge([far, softmax_part(scores, parts["exact_values"].float()[:, None])])
 
     def _far(
@@ -370,10 +248,10 @@ class LowRankStore(Store):
         wanted (n, chunks) bool: what each query reads.
         """
         found = []
-        for index in self._tiles(row, wanted):
-            keys = self._keys(row, basis, index, context.rotary, heads)
+        for index in self.tiles(row, wanted):
+            keys = self.rebuilt(row, basis, index, context.rotary, heads)
             scores = soft_cap(query @ keys[:, None].transpose(-1, -2), context.softcap)
-            hidden = self._hidden(row, index, heads)
+            hidden = self.hidden(row, index, heads)
             if wanted is not None:
                 unread = ~wanted[:, index // self.layout.chunk]
                 hidden = unread if hidden is None else hidden | unread
@@ -382,7 +260,7 @@ class LowRankStore(Store):
             found.append(softmax_part(scores, self.factors(row, "value", index)))
         return merge(found)
 
-    def _tiles(self, row: int, wanted: Tensor | None) -> Iterator[Tensor]:
+    def tiles(self, row: int, wanted: Tensor | None) -> Iterator[Tensor]:
         """Tokens in factors, some at a time: all, or those in a chunk that any query wants."""
         parts = self._rows[row]
         index = torch.arange(len(parts["key_factors"]), device=parts["key_factors"].device)
@@ -394,10 +272,8 @@ class LowRankStore(Store):
                 if one
                 else wanted.any(0).nonzero().flatten()
             )
-            index = self._tokens_of(some)
+            index = self.tokens_of(some)
         yield from index.split(self.tile) if len(index) else (index,)
-
-    # ---- a decode step on a GPU ----
 
     def attend_with_tail(
         self,
@@ -408,116 +284,14 @@ class LowRankStore(Store):
         before: Part | None,
         length: Tensor | None = None,
     ) -> Part | None:
-        if not query.is_cuda or not dense_decode.fits(query, key, value) or not self._fits(query, context):
+        fits = query.is_cuda and dense_decode.fits(query, key, value)
+        if not fits or not decode.serves(self, query, context):
             return None
-        return self._decode(query, context, Exact(key, value, length), before)
-
-    def _fits(self, query: Tensor, context: AttendContext) -> bool:
-        """Whether the kernels serve: one query a head, heads as they are, nothing cropped."""
-        if context.expand is not None or len(query) != self.rows or lowrank_decode.problem(query.device):
-            return False
-        return all(
-            self.coded(row)[0] + self.coded(row)[1] + one.newest == self.tokens
-            and lowrank_decode.fits(query, *(self._factors(row, name) for name in PARTS))
-            and dense_decode.fits(query, parts["exact_keys"][None], parts["exact_values"][None])
-            for row, (one, parts) in enumerate(zip(self.layout.rows, self._rows, strict=True))
-        )
-
-    def _factors(self, row: int, name: str) -> Factors:
-        parts = self._rows[row]
-        return Factors(
-            parts[f"{name}_factors"],
-            parts.get(f"{name}_norms"),
-            getattr(self.layout.rows[row], name).code,
-            parts[f"{name}_basis"],
-            parts.get(f"{name}_scales"),
-            parts.get(f"{name}_mean"),
-        )
-
-    def _decode(self, query: Tensor, context: AttendContext, tail: Exact | None, before: Part | None) -> Part:
-        """Attention of one query a head over tokens in factors, exact ones, a tail and what came before."""
-        device, found = query.device, []
-        sides = [[self._factors(row, name) for name in PARTS] for row in range(self.rows)]
-        turned = [self._turns(row, context, device) for row in range(self.rows)]
-        for keys, values in sides:
-            lowrank_decode.prepare(keys, values, bool(self.layout.chunk))
-        # Rows are beside each other where they read little; all tokens of one fill the GPU.
-        streams = STREAMS if self.layout.selected else 1
-        for row, ((keys, values), turns_of) in enumerate(zip(sides, turned, strict=True)):
-            one = slice(row, row + 1)
-            after = tail and replace(tail, keys=tail.keys[one], values=tail.values[one])
-            earlier = before and (before[0][one], before[1][one])
-            with aside(device, row % streams):
-                found.append(
-                    self._decode_row(row, query[one], keys, values, turns_of, context, after, earlier)
-                )
-        for number in range(min(streams, self.rows)):
-            joined(device, number)
-        if len(found) == 1:
-            return found[0]
-        return torch.cat([output for output, _ in found]), torch.cat([lse for _, lse in found])
-
-    def _decode_row(
-        self,
-        row: int,
-        query: Tensor,
-        keys: Factors,
-        values: Factors,
-        turned: Turns | None,
-        context: AttendContext,
-        tail: Exact | None,
-        before: Part | None,
-    ) -> Part:
-        parts, device, aside_number = self._rows[row], query.device, STREAMS + row % STREAMS
-        with aside(device, aside_number):
-            exact = Exact(parts["exact_keys"][None], parts["exact_values"][None])
-            near = dense_decode.partials(query, exact, tail, context.scaling, context.softcap)
-            basis = lowrank_decode.key_basis(keys)
-        chosen = self._choose(row, partial(self._recommended, row, query, context), context)
-        joined(device, aside_number)
-        far = lowrank_decode.attend(
-            query,
-            keys,
-            values,
-            turned,
-            self.coded(row)[0],
-            context.scaling,
-            context.softcap,
-            chosen=chosen,
-            chunk=max(self.layout.chunk, 1),
-            outliers=parts.get("outliers"),
-            basis=basis,
-        )
-        return dense_decode.merged(query, near, far if before is None else merge([far, before]))
-
-    def _turns(self, row: int, context: AttendContext, device: torch.device) -> Turns | None:
-        rotary, shift = rotary_for(self.layout.turned, context.rotary), self.layout.rows[row].shift
-        if rotary is None:
-            return None
-        name = "16-bit turns", self.key_dim, self.tokens, shift, device
-        return rotary.shared(
-            name, lambda: lowrank_decode.narrow(turns(rotary, self.key_dim, self.tokens, shift, device))
-        )
-
-    def _recommended(self, row: int, query: Tensor, context: AttendContext) -> Tensor | None:
-        """Chunks that one query (1, heads, 1, key_dim) reads, (kv_heads or 1, n) int32."""
-        parts = self._rows[row]
-        if "landmarks" not in parts:
-            return None
-        sets = self.kv_heads if self.layout.choice == "head" else 1
-        return lowrank_decode.choose(
-            query,
-            parts["landmarks"],
-            parts["landmark_scales"],
-            parts["outliers"],
-            context.scaling,
-            self.layout.selected,
-            sets,
-        )
+        return decode.attend(self, query, context, Exact(key, value, length), before)
 
     # ---- selection ----
 
-    def _choose(
+    def choose(
         self, row: int, choose: Callable[[], Tensor | None], context: AttendContext, name: Hashable = None
     ) -> Tensor | None:
         """What this layer or the window's first one chose for the queries called `name`; None for all chunks."""
@@ -549,45 +323,6 @@ class LowRankStore(Store):
         best = share.topk(min(self.layout.selected, share.shape[-1])).indices
         return torch.zeros_like(share, dtype=torch.bool).scatter_(-1, best, True)
 
-    # ---- latent attention ----
-
-    def _attend_latent(self, row: int, query: Tensor, context: AttendContext) -> Part:
-        """Latent attention of query (heads, n, query_dim) with the basis expanded to heads, never the tokens.
-
-        What expands latents and rotary parts is linear: a basis row expanded is a row of the heads' basis.
-        """
-        assert context.expand is not None
-        parts = self._rows[row]
-        key_basis, value_basis = (self.basis(row, part) for part in PARTS)
-        unit = torch.eye(self.key_dim, device=query.device)[None]
-        # The mean is one more row of the basis, of which every token has one.
-        value_basis = torch.cat([value_basis, self.mean(row, "value")], 1)
-        latents, its_values = context.expand(
-            value_basis.new_zeros(1, 1, value_basis.shape[1], self.key_dim), value_basis[None]
-        )
-        turned, _ = context.expand(unit[None], value_basis.new_zeros(1, 1, self.key_dim, self.value_dim))
-        query = query * context.scaling
-        by_latent, by_rotary = (query @ x[0].float().transpose(1, 2) for x in (latents, turned))
-        found = []
-        for index in self._tiles(row, None):
-            factors = pad(self.factors(row, "value", index), (0, 1), value=1.0)
-            keys = self._keys(row, key_basis, index, context.rotary)
-            scores = soft_cap(by_latent @ factors.t() + by_rotary @ keys.transpose(1, 2), context.softcap)
-            hidden = self._hidden(row, index, slice(None))
-            if hidden is not None:
-                scores = scores.masked_fill(hidden[0], -torch.inf)
-            found.append(softmax_part(scores, factors))
-        output, lse = merge(found)
-        far = output @ its_values[0].float(), lse
-        if not parts["exact_keys"].shape[1]:
-            return far
-        keys, values = context.expand(parts["exact_keys"][None].float(), parts["exact_values"][None].float())
-        visible = (self._near(row) < self.tokens)[None, None]
-        near = attend(
-            query[None], keys, values, 1.0, visible.expand(-1, -1, query.shape[1], -1), context.softcap
-        )
-        return merge([far, (near[0][0], near[1][0])])
-
     # ---- content ----
 
     def kept(self, row: int, head: int, rotary: Rotary | None = None) -> Kept:
@@ -596,9 +331,9 @@ class LowRankStore(Store):
         _, count = self.coded(row)
         index = torch.arange(count, device=parts["key_factors"].device)
         own = slice(head, head + 1)
-        keys = self._keys(row, self.basis(row, "key")[own], index, rotary, own)[0]
+        keys = self.rebuilt(row, self.basis(row, "key")[own], index, rotary, own)[0]
         values = self.factors(row, "value") @ self.basis(row, "value")[head] + self.mean(row, "value")[head]
-        near = self._near(row)
+        near = self.near(row)
         near = (near[head] if len(near) > 1 else near[0]) - one.first
         both = []
         for coded, exact in ((keys, parts["exact_keys"]), (values, parts["exact_values"])):
@@ -683,19 +418,3 @@ def copied(tensor: Tensor, name: Hashable, make: Callable[[], Tensor]) -> Tensor
         found = make()
         known[name] = TensorWeakRef(found)
     return found
-
-
-def vector_code(dim: int) -> RotatedCode:
-    """The code of basis rows: 8 bits, and a norm for each."""
-    return RotatedCode(((8, dim),))
-
-
-def landmark_code(dim: int) -> RotatedCode:
-    """The code of landmarks: 4 bits, and a norm for each. They rank chunks, no more."""
-    return RotatedCode(((4, dim),))
-
-
-def narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A 16-bit copy, in bfloat16 where the wanted dtype is too narrow."""
-    beyond = bool((x.abs() > torch.finfo(dtype).max).any())
-    return x.to(torch.bfloat16 if beyond else dtype).contiguous().clone()
