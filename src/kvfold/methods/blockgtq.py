@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvfold.allocate.blocks import allocate_blocks
 from kvfold.allocate.budget import Budget
+from kvfold.codecs.fragments import TILE, WIDTHS
 from kvfold.codecs.rotated import RotatedCode
 from kvfold.errors import BudgetError, KvfoldError
 from kvfold.methods.base import LayerView, Method, Needs, check_block
@@ -20,6 +21,7 @@ from kvfold.methods.keybias import KeyBias, key_constant
 from kvfold.stores.base import Store
 from kvfold.stores.coded import CodedStore
 from kvfold.stores.ragged import channel_dtype
+from kvfold.stores.reading import reads_records
 from kvfold.stores.rotated import RotatedLayout, RotatedStore
 from kvfold.stores.tokenwise import padding_of, shifts_of
 
@@ -51,8 +53,9 @@ class BlockGTQ(Method):
         What the width of a key's code may be. (2, 3, 4, 8) and the like suit GPU kernels.
     most_widths : int, optional
         Distinct widths of a head at most, 1 to 4; None: as many as `widths` has (paper).
-    tile : int
-        Channels, in order of their score, that have one width: 16 suits tensor cores. At least 2, a block.
+    tile : int, optional
+        Channels, in order of their score, that have one width; at least 2, a block. None: 16, with `widths` of 1, 2, 3, 4 and 8,
+        where a GPU decodes such folds from records (docs/performance.md), 2 elsewhere.
     bias : "out", "mean" or "in"
         Take the bias of the model's key projection out of keys before coding, their mean before RoPE, or nothing (paper).
     sinks : int
@@ -95,7 +98,7 @@ class BlockGTQ(Method):
     share: Literal["head", "layer", "model"] = "head"
     widths: tuple[int, ...] = tuple(range(1, 9))
     most_widths: int | None = 3
-    tile: int = 2
+    tile: int | None = None
     bias: KeyBias = "mean"
     sinks: int = 4
     recent: int = 0
@@ -127,7 +130,7 @@ class BlockGTQ(Method):
             )
         if self.norm_bits not in (8, 16):
             raise ValueError(f"norm_bits must be 8 or 16, got {self.norm_bits!r}")
-        if self.tile < 2 or self.tile % 2:
+        if self.tile is not None and (self.tile < 2 or self.tile % 2):
             raise ValueError(f"tile must be an even number of channels, got {self.tile!r}")
         if min(self.recent, self.sinks) < 0 or self.sampled < 1:
             raise ValueError("recent and sinks must not be negative, and sampled at least 1")
@@ -169,9 +172,9 @@ class BlockGTQ(Method):
         return self.block_tokens
 
     def check(self, tokens: int, kv_heads: int, key_dim: int, value_dim: int) -> None:
-        if key_dim % self.tile:
+        if key_dim % self._tile:
             raise KvfoldError(
-                f"keys of {key_dim} channels do not divide into tiles of {self.tile}: choose another tile"
+                f"keys of {key_dim} channels do not divide into tiles of {self._tile}: choose another tile"
             )
         tokens = max(tokens - self.recent, 1)
         narrowest = ((min(self.widths), key_dim),)
@@ -185,7 +188,23 @@ class BlockGTQ(Method):
             )
 
     def fold(self, views: Sequence[LayerView]) -> list[Store]:
-        return [self._encode(view) for view in views]
+        return [self._for(view)._encode(view) for view in views]
+
+    @property
+    def _tile(self) -> int:
+        return self.tile or 2
+
+    def _for(self, view: LayerView) -> BlockGTQ:
+        """With a tile for the layer's device, if none was chosen."""
+        widths = tuple(width for width in self.widths if width in WIDTHS)
+        if self.tile is not None or not widths or not reads_records(view.keys, view.values):
+            return self
+        try:
+            wide = replace(self, tile=TILE, widths=widths)
+            wide.check(view.tokens, view.keys.shape[1], view.keys.shape[-1], view.values.shape[-1])
+        except (KvfoldError, ValueError):  # bits or a budget that finer tiles alone can have
+            return self
+        return wide
 
     def _encode(self, view: LayerView) -> Store:
         tokens = view.tokens if view.generated else view.tokens - self.recent
@@ -290,7 +309,7 @@ class BlockGTQ(Method):
         a_token = have // (len(real) * tokens)
         # In bits of a block, which are two of the code's.
         norm = self.norm_bits // 2 if self.norms == "group" else 0
-        pairs = self.tile // 2
+        pairs = self._tile // 2
         least = min(self.widths) * blocks + -(-norm // pairs) * pairs
         most = max(self.widths) * blocks + norm * (self.most_widths or 8)
         # Of the payload, beside a norm of each key and value.
@@ -328,7 +347,7 @@ class BlockGTQ(Method):
             shared=self.share != "head",
             most_widths=self.most_widths,
             width_cost=norm,
-            tile=self.tile // 2,
+            tile=self._tile // 2,
         )
 
     # ---- bytes ----
@@ -349,7 +368,7 @@ class BlockGTQ(Method):
 
     def _constant_bytes(self, heads: int, key_dim: int, value_dim: int) -> int:
         """Bytes of a row's constants and sinks, at most."""
-        groups = min(self.most_widths or 8, key_dim // self.tile)
+        groups = min(self.most_widths or 8, key_dim // self._tile)
         shares, norms = (2 * groups, 1) if self.norms == "token" else (0, groups)
         units = 4 * (norms + 1) if self.norm_bits == 8 else 0
         exact = 2 * self.sinks * (key_dim + value_dim)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
@@ -40,8 +40,9 @@ from kvfold.methods.scores import keys_for_scores, query_energy, smooth, window_
 from kvfold.stores.base import Store
 from kvfold.stores.graded import Frame, GradedLayout, GradedStore, normal_keys, normal_values
 from kvfold.stores.graded.frame import value_rotation
-from kvfold.stores.graded.recorded import recorded_bytes
+from kvfold.stores.graded.recorded import RecordedGradedStore, recorded_bytes
 from kvfold.stores.ragged import channel_dtype
+from kvfold.stores.reading import reads_records
 
 GAUSSIAN_ERROR = (1.0, 0.3634, 0.1175, 0.03455, 0.009524, 0.002499, 0.000641, 0.000163, 0.000088)
 """Relative squared error of `common_levels` of N(0, 1) at 0 to 8 bits."""
@@ -80,8 +81,9 @@ class RDKV(Method):
         Water levels: at level r a channel of mean importance gets the width that minimises r * error + bits.
     widths : tuple of int
         Widths from 1 to 8 that a channel or value may get.
-    tile : 1 or 16
-        Channels of a key, neighbours in importance, that share a width. 16 makes folds that a GPU reads as records
+    tile : 1 or 16, optional
+        Channels of a key, neighbours in importance, that share a width. None: 16 where a GPU decodes such folds from records
+        (docs/performance.md), 1 elsewhere. 16 makes folds that a GPU reads as records
         (`stores.graded.recorded`): widths are of 1, 2, 3, 4 and 8, values have at least the least of them in every grade, no
         token is fine (what outgrows the grades is exact), and a prompt's tokens come to each grade 64 at a time.
     scope : "model", "stream", "layer" or "head"
@@ -106,7 +108,7 @@ class RDKV(Method):
     evict_penalty: float = 2.0
     grades: tuple[float, ...] = (8.0, 32.0, 128.0, 1024.0)
     widths: tuple[int, ...] = (2, 4, 8)
-    tile: Literal[1, 16] = 1
+    tile: Literal[1, 16] | None = None
     scope: Literal["model", "stream", "layer", "head"] = "stream"
     block_tokens: int = 64
 
@@ -115,9 +117,9 @@ class RDKV(Method):
         self.budget  # noqa: B018 (raises on a bad budget)
         if not self.widths or any(width not in range(1, 9) for width in self.widths):
             raise ValueError(f"widths must be chosen from 1 to 8, got {self.widths}")
-        if self.tile > 1 and not {*self.widths} <= {*WIDTHS}:
+        if self._tile > 1 and not {*self.widths} <= {*WIDTHS}:
             raise ValueError(f"with tile={self.tile}, widths must be chosen from {WIDTHS}, got {self.widths}")
-        if self.tile > 1 and list(self.grades) != sorted(self.grades):
+        if self._tile > 1 and list(self.grades) != sorted(self.grades):
             raise ValueError(f"with tile={self.tile}, grades must ascend, got {self.grades}")
         if not self.grades or any(level <= 0 for level in self.grades):
             raise ValueError(f"grades must be positive water levels, got {self.grades}")
@@ -146,7 +148,7 @@ class RDKV(Method):
         return self.block_tokens
 
     def check(self, tokens: int, kv_heads: int, key_dim: int, value_dim: int) -> None:
-        if key_dim % self.tile:
+        if key_dim % self._tile:
             raise KvfoldError(f"tile={self.tile} does not divide the {key_dim} channels of a key; use tile=1")
         layout = self._layout(tokens, (tokens,), (0,), key_dim, value_dim)
         least = layout.frame_bytes(kv_heads, len(self.grades), turned=True) + kv_heads * layout.exact_bytes
@@ -160,7 +162,7 @@ class RDKV(Method):
 
     def _more_bytes(self, layout: GradedLayout, kv_heads: int) -> tuple[int, int]:
         """Bytes of a token, and of a row, that records take beside the plain form's."""
-        return (0, 0) if self.tile == 1 else recorded_bytes(layout, kv_heads)
+        return (0, 0) if self._tile == 1 else recorded_bytes(layout, kv_heads)
 
     def _layout(
         self, tokens: int, real_tokens: tuple[int, ...], shifts: tuple[int, ...], key_dim: int, value_dim: int
@@ -227,7 +229,29 @@ class RDKV(Method):
 
     # ---- folding ----
 
+    @property
+    def _tile(self) -> int:
+        return self.tile or 1
+
+    def _for(self, views: Sequence[LayerView]) -> RDKV:
+        """With a tile for the layers' device, if none was chosen; for a block of generated tokens, with its prompt's."""
+        if self.tile is not None:
+            return self
+        if views[0].previous is not None:
+            return replace(self, tile=16 if isinstance(views[0].previous[0], RecordedGradedStore) else 1)
+        if not all(reads_records(view.keys, view.values) for view in views):
+            return self
+        try:
+            wide, first = replace(self, tile=16), views[0]
+            wide.check(first.tokens, first.keys.shape[1], first.keys.shape[-1], first.values.shape[-1])
+        except (KvfoldError, ValueError):  # widths, grades or a budget that single channels alone can have
+            return self
+        return wide
+
     def fold(self, views: Sequence[LayerView]) -> list[Store]:
+        return self._for(views)._fold(views)
+
+    def _fold(self, views: Sequence[LayerView]) -> list[Store]:
         drafts = [self._draft(view) for view in views]
         for row in range(views[0].keys.shape[0]):
             if views[0].real_tokens[row] <= self.shortest and not views[0].generated:
@@ -272,7 +296,7 @@ class RDKV(Method):
         have: int | Tensor = budget
         if self.scope == "stream":
             have = self._stream(pool[0][0].view, row, budget, distortion, cost)
-        if self.tile > 1 and not pool[0][0].view.generated:
+        if self._tile > 1 and not pool[0][0].view.generated:
             choice, spent = allocate_in_groups(distortion, cost, have, TOKENS, len(self.grades))
         else:
             choice = allocate_at_one_price(distortion, cost, have)
@@ -350,7 +374,7 @@ class RDKV(Method):
         distortion[..., 0] = self.evict_penalty * weights * spread
         for row, (_, own) in enumerate(errors):
             torch.mul(own, weights[row, ..., None], out=distortion[row, ..., 1:-1])
-        if self.tile > 1:
+        if self._tile > 1:
             distortion[..., -2] = distortion[..., 0]  # fine: dearer than evicting, no better
         distortion *= real[..., None]
         fixed = 4 * heads * (grades + 2)
@@ -421,12 +445,12 @@ class RDKV(Method):
         total = key_importance.sum(-1, keepdim=True) + value_importance * layout.value_dim
         average = (total / (layout.key_dim + layout.value_dim)).clamp_min(1e-30)
         order = key_importance.argsort(-1, descending=True)
-        tiles = (key_importance.gather(-1, order) / average).unflatten(-1, (-1, self.tile)).mean(-1)
+        tiles = (key_importance.gather(-1, order) / average).unflatten(-1, (-1, self._tile)).mean(-1)
         key_bits = self._fill(tiles, 0)
         value_bits = self._fill(
-            (value_importance / average)[..., 0], 0 if self.tile == 1 else min(self.widths)
+            (value_importance / average)[..., 0], 0 if self._tile == 1 else min(self.widths)
         )
-        counts = torch.stack([(key_bits == width).sum(-2) for width in layout.widths], -1) * self.tile
+        counts = torch.stack([(key_bits == width).sum(-2) for width in layout.widths], -1) * self._tile
         return Frame(
             key_turned=turned,
             key_mean=mean,

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from kvfold.codecs.fragments import TILE
 from kvfold.kernels import around_records, dense_decode
 from kvfold.kernels.around_records import Basis, Turned
 from kvfold.kernels.dense_decode import Exact
@@ -14,6 +15,13 @@ from kvfold.kernels.position_bias import Circles
 from kvfold.kernels.records import Records
 from kvfold.kernels.reference import Part
 from kvfold.stores.base import AttendContext, Rotary, Store
+
+
+def reads_records(keys: Tensor, values: Tensor) -> bool:
+    """Whether a kernel could decode a fold of these (..., key_dim | value_dim) from records, where they are."""
+    dim = keys.shape[-1]
+    fits = dim == values.shape[-1] and dim % TILE == 0
+    return fits and around_records.problem(keys.device, dim, 1) is None
 
 
 class ReadsRecords(Store):
