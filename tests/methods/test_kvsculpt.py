@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -172,6 +173,40 @@ def test_controls_are_what_they_say():
     adam = error(one, KVSculpt(**options, lse=0.0, steps=30, optimiser="adam").fold([one])[0])
     fixed = error(one, KVSculpt(**options, lse=0.0, steps=0).fold([one])[0])
     assert lbfgs.sum() < 0.9 * adam.sum() and adam.sum() < 0.9 * fixed.sum()
+
+
+@pytest.mark.parametrize("chunk", [None, 60])
+def test_changed_queries_are_to_get_what_exact_ones_got(chunk):
+    """Of a second reading that asks something else altogether: values against least squares, and what it is answered."""
+    one, other = prompt(seed=2), prompt(seed=3)
+    heard = []
+
+    def again(index, positions, answer):
+        assert torch.equal(index, one.sampled_index) and positions.shape == (1, 160)
+        heard.append(answer(0, other.sampled, None, None))
+
+    one.again = again
+    options = dict(tokens=16, sinks=2, window=6, horizon=16, heads="uniform", steps=0, chunk=chunk)
+    (store,) = KVSculpt(**options, ridge=1e-6, cascade=True).fold([one])
+    changed = replace(one, sampled=other.sampled)
+    causal = torch.ones(160, 160, dtype=torch.bool).tril()
+    for head in range(2):
+        exact, now = (training(view, 0, head, "reread", 6, 16) for view in (one, changed))
+        kept = store.kept(0, head)
+        logits = now.queries.double() @ kept.keys.double().T * one.scaling
+        logits[now.logits(kept.positions).isinf()] = -torch.inf
+        share = torch.cat([logits, now.beside_lse.double()[:, None]], 1).softmax(-1)
+        output = share[:, :-1] @ kept.values.double() + share[:, -1:] * now.beside_output
+        if chunk is None:
+            lacking = exact.attend()[0] - output + share[:, :8] @ kept.values[:8].double()
+            best = torch.linalg.lstsq(share[:, :8], lacking).solution
+            least = float((share[:, :8] @ best - lacking).square().mean())
+            found = float((output - exact.attend()[0]).square().mean())
+            assert found <= least * 1.02 + 1e-7
+        change = (output - exact.attend()[0]).unflatten(0, (2, -1))[:, :160]
+        logits = one.sampled[0, 2 * head : 2 * head + 2] @ one.keys[0, head].T * one.scaling
+        first = logits.masked_fill(~causal, -torch.inf).softmax(-1) @ one.values[0, head]
+        assert torch.allclose(heard[0][0, 2 * head : 2 * head + 2].double(), first + change, atol=2e-3)
 
 
 def test_heads_get_what_they_need():
