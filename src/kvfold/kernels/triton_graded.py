@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvfold.kernels.graded import Books
+from kvfold.kernels.transfer import sent
 from kvfold.kernels.triton_channel_sums import tables_of, turned
 
 if TYPE_CHECKING:
@@ -593,8 +594,7 @@ def _moved(
     """Each width, most tokens of a section, and the sections on the device: one transfer for all, not waited for."""
     if not sections:
         return
-    table = torch.tensor([section for own in sections.values() for section in own])
-    table = table if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)
+    table = sent(torch.tensor([section for own in sections.values() for section in own]), device)
     parts = table.split([len(own) for own in sections.values()])
     for (width, own), part in zip(sections.items(), parts, strict=True):
         yield width, max(section[2] for section in own), part

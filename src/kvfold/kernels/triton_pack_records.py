@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvfold.codecs.fragments import TILE, TOKENS, tile_bytes
 from kvfold.kernels.pack_records import Tokens
+from kvfold.kernels.transfer import sent
 
 _TOKENS = tl.constexpr(TOKENS)
 RECORDS = 4
@@ -126,8 +127,7 @@ def pack_records(runs: Sequence[Tokens], device: torch.device) -> Tensor:
     records = torch.empty(begin, dtype=torch.uint8, device=device)
     if not begin:
         return records
-    every = torch.tensor([row for table in tables for row in table])
-    every = every if device.type == "cpu" else every.pin_memory().to(device, non_blocking=True)
+    every = sent(torch.tensor([row for table in tables for row in table]), device)
     keys, values, numbers = every.split([len(table) for table in tables])
     for table, of_keys in ((keys, True), (values, False)):
         if len(table):

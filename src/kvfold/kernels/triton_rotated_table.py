@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvfold.codecs.packing import packed_bytes
 from kvfold.kernels.dense_decode import problem
+from kvfold.kernels.transfer import sent
 
 if TYPE_CHECKING:
     from kvfold.codecs.rotated import RotatedCode
@@ -108,10 +109,10 @@ def table(codes: tuple[RotatedCode, ...], device: torch.device) -> Table:
     ]
     widths = [width for code in codes for width, _ in code.groups]
     return Table(
-        _sent(torch.from_numpy(channels), device),
-        _sent(torch.from_numpy(rotations), device),
+        sent(torch.from_numpy(channels), device),
+        sent(torch.from_numpy(rotations), device),
         torch.cat(books),
-        _sent(torch.tensor(heads, dtype=torch.int32), device),
+        sent(torch.tensor(heads, dtype=torch.int32), device),
         planes=sum(plane for plane in PLANES if any(width & plane for width in widths)),
         widths=frozenset(widths),
         code_bytes=sum(code.nbytes for code in codes),
@@ -138,7 +139,3 @@ def _facts(groups: tuple[tuple[int, int], ...], size: int) -> NDArray[np.int32]:
             byte, low = byte + size_of, low + plane
         start += count
     return facts
-
-
-def _sent(tensor: Tensor, device: torch.device) -> Tensor:
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

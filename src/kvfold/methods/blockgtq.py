@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from kvfold.allocate.budget import Budget
 from kvfold.codecs.fragments import TILE, WIDTHS
 from kvfold.codecs.rotated import RotatedCode
 from kvfold.errors import BudgetError, KvfoldError
+from kvfold.kernels.transfer import sent
 from kvfold.methods.base import LayerView, Method, Needs, check_block
 from kvfold.methods.energies import Energies, Energy, Score, without_sinks, worth
 from kvfold.methods.keybias import KeyBias, key_constant
@@ -22,7 +23,7 @@ from kvfold.stores.base import Store
 from kvfold.stores.coded import CodedStore
 from kvfold.stores.ragged import channel_dtype
 from kvfold.stores.reading import reads_records
-from kvfold.stores.rotated import RotatedLayout, RotatedStore
+from kvfold.stores.rotated import RotatedLayout, RotatedStore, coded
 from kvfold.stores.tokenwise import padding_of, shifts_of
 
 
@@ -210,7 +211,7 @@ class BlockGTQ(Method):
         tokens = view.tokens if view.generated else view.tokens - self.recent
         lost = view.tokens - tokens
         keys, values = view.keys[:, :, :tokens], view.values[:, :, :tokens]
-        positions, valid = view.positions[:, :tokens], view.valid[:, :, :tokens]
+        shifts, valid = shifts_of(view.positions[:, :tokens]), view.valid[:, :, :tokens]
         sinks = 0 if view.previous is not None else self.sinks
         ordinary = without_sinks(view, sinks)
         constant = key_constant(ordinary, self.bias)
@@ -219,13 +220,18 @@ class BlockGTQ(Method):
             extra["key_mean"] = constant
         before = _previous(view)
         if before is None:
-            key_codes, value_code, constants = self._calibrate(ordinary, constant, tokens, valid)
+            energy = self._energy(ordinary, constant).to_host()
+            room = self._room(view, tokens, valid)
+            value_code = self._value_code(room, values.shape[-1])
+            # While the host chooses the widths of keys.
+            extra |= coded("value", values, (value_code,) * values.shape[1], self.norm_bits, extra)
+            key_codes, constants = self._calibrate(Energy(*energy.get()), view, room)
         else:
             key_codes, value_code, constants = before
         layout = RotatedLayout(
             tokens=tokens,
             real_tokens=tuple(max(count - lost, 0) for count in view.real_tokens),
-            shifts=shifts_of(positions),
+            shifts=shifts,
             kv_heads=keys.shape[1],
             key_dim=keys.shape[-1],
             value_dim=values.shape[-1],
@@ -242,10 +248,11 @@ class BlockGTQ(Method):
         bias: KeyBias = "out" if self.bias == "mean" else self.bias
         view = without_sinks(view, 0 if view.previous is not None else self.sinks)
         constant = key_constant(view, bias)
-        keys, value, constants = self._calibrate(view, constant, view.tokens, view.valid)
+        energy, room = self._energy(view, constant).to_host(), self._room(view, view.tokens, view.valid)
+        keys, constants = self._calibrate(Energy(*energy.get()), view, room)
         if constant is not None:
             constants["key_mean"] = constant
-        values = (value,) * len(keys)
+        values = (self._value_code(room, view.values.shape[-1]),) * len(keys)
         return CodedStore.of(store, shifts_of(view.positions), keys, values, constants, view.rotary)
 
     # ---- calibration and allocation ----
@@ -265,14 +272,12 @@ class BlockGTQ(Method):
         return blocks, key, torch.where(scores.amax(1, keepdim=True) > 0, scores, 1)
 
     def _calibrate(
-        self, view: LayerView, constant: Tensor | None, tokens: int, valid: Tensor
-    ) -> tuple[tuple[RotatedCode, ...], RotatedCode, dict[str, Tensor]]:
-        """Codes of each head's keys and of values, and the constants that go with them."""
+        self, energy: Energy, view: LayerView, room: _Room
+    ) -> tuple[tuple[RotatedCode, ...], dict[str, Tensor]]:
+        """Codes of each head's keys, and the constants that go with them; the energy is the host's."""
         rows, heads = view.keys.shape[:2]
-        # Little numbers from here on, and choices that the host must know: not a GPU's work.
-        energy = self._energy(view, constant).to(torch.device("cpu"))
         blocks, key, scores = self._scores(energy)
-        widths, value_bits = self._allocate(scores, view, tokens, valid)
+        widths = self._allocate(scores, view, room)
         order = (widths * -1).argsort(dim=-1, stable=True)
         channels = blocks.gather(1, order[..., None].expand_as(blocks)).flatten(1)
         groups = [groups_of(one) for one in widths]
@@ -288,47 +293,62 @@ class BlockGTQ(Method):
                 shares[head, : len(one)] = torch.stack([part.sum() for part in parts])
             shares = (shares / shares.sum(-1, keepdim=True).clamp_min(1e-30)).sqrt()
             constants["key_shares"] = shares.half().expand(rows, -1, -1).contiguous()
-        constants = {name: tensor.to(view.keys.device) for name, tensor in constants.items()}
-        return codes, RotatedCode(((value_bits, view.values.shape[-1]),), rotation=self.rotation), constants
+        return codes, {name: sent(tensor, view.keys.device) for name, tensor in constants.items()}
 
-    def _allocate(self, scores: Tensor, view: LayerView, tokens: int, valid: Tensor) -> tuple[Tensor, int]:
-        """Widths of each head's blocks (kv_heads, blocks) and of values."""
-        heads, blocks = scores.shape
-        key_dim, value_dim = 2 * blocks, view.values.shape[-1]
+    def _room(self, view: LayerView, tokens: int, valid: Tensor) -> _Room:
+        """What there is for codes: a width for values, and bytes of a token where they are given."""
+        heads, key_dim, value_dim = view.keys.shape[1], view.keys.shape[-1], view.values.shape[-1]
         if self.budget is None:
             bits = self.bits if self.bits is not None else 3.0
-            value_bits = self.value_bits or max(1, min(8, int(bits + 0.5)))
-            if self.share == "model":
-                scores, own = self._all_scores(view)
-                return self._widths(scores, int(bits * blocks), 0)[own], value_bits
-            return self._widths(scores, int(bits * blocks), 0), value_bits
+            return _Room(self.value_bits or max(1, min(8, int(bits + 0.5))), int(bits * (key_dim // 2)))
         real = valid.any(1).sum(1).tolist()
         have = sum(self.budget.bytes(count, heads, key_dim, value_dim) for count in real)
         have -= len(real) * self._constant_bytes(heads, key_dim, value_dim)
         have -= sum(tensor.numel() for tensor in padding_of(valid).values())
         a_token = have // (len(real) * tokens)
-        # In bits of a block, which are two of the code's.
-        norm = self.norm_bits // 2 if self.norms == "group" else 0
-        pairs = self._tile // 2
-        least = min(self.widths) * blocks + -(-norm // pairs) * pairs
-        most = max(self.widths) * blocks + norm * (self.most_widths or 8)
         # Of the payload, beside a norm of each key and value.
         average = (8 * a_token / heads - 2 * self.norm_bits) / (key_dim + value_dim)
         value_bits = self.value_bits or max(1, min(8, int(average + 0.5)))
         a_head = 8 * (a_token - self._token_bytes([], value_bits, value_dim, heads)) // heads
-        if self.value_bits is None and value_bits > 1 and a_head < 2 * least:
+        if self.value_bits is None and value_bits > 1 and a_head < 2 * self._least(key_dim // 2):
             value_bits, a_head = value_bits - 1, a_head + value_dim
-        for total in range(max(min(a_head // 2, most), least), least - 1, -1):
+        return _Room(value_bits, a_head // 2, a_token)
+
+    def _value_code(self, room: _Room, value_dim: int) -> RotatedCode:
+        return RotatedCode(((room.value_bits, value_dim),), rotation=self.rotation)
+
+    @property
+    def _norm_cost(self) -> int:
+        """Of a group's norm, in bits of a block, which are two of the code's."""
+        return self.norm_bits // 2 if self.norms == "group" else 0
+
+    def _least(self, blocks: int) -> int:
+        """Bits that the blocks of a head need."""
+        pairs = self._tile // 2
+        return min(self.widths) * blocks + -(-self._norm_cost // pairs) * pairs
+
+    def _allocate(self, scores: Tensor, view: LayerView, room: _Room) -> Tensor:
+        """Widths of each head's blocks (kv_heads, blocks)."""
+        blocks, value_dim = scores.shape[1], view.values.shape[-1]
+        if room.a_token is None:
+            if self.share == "model":
+                scores, own = self._all_scores(view)
+                return self._widths(scores, room.a_head, 0)[own]
+            return self._widths(scores, room.a_head, 0)
+        norm, least = self._norm_cost, self._least(blocks)
+        most = max(self.widths) * blocks + norm * (self.most_widths or 8)
+        for total in range(max(min(room.a_head, most), least), least - 1, -1):
             widths = self._widths(scores, total, norm)
             # Groups end at whole bytes, so that a total may be a little too much.
-            if self._token_bytes([groups_of(one) for one in widths], value_bits, value_dim) <= a_token:
-                return widths, value_bits
+            groups = [groups_of(one) for one in widths]
+            if self._token_bytes(groups, room.value_bits, value_dim) <= room.a_token:
+                return widths
         if not view.generated:
             raise BudgetError(
                 "the budget is smaller than the metadata, 1-bit keys and the values of this prompt, whose padding is"
                 " stored too: raise keep, lower value_bits, or fold prompts of one length together"
             )
-        return self._widths(scores, least, norm), value_bits
+        return self._widths(scores, least, norm)
 
     def _all_scores(self, view: LayerView) -> tuple[Tensor, slice]:
         """What bits are worth in all heads of the model, and which of these heads are the view's."""
@@ -374,6 +394,14 @@ class BlockGTQ(Method):
         exact = 2 * self.sinks * (key_dim + value_dim)
         order = key_dim * channel_dtype(key_dim).itemsize
         return heads * (order + 2 * key_dim * (self.bias != "in") + shares + units + exact)
+
+
+class _Room(NamedTuple):
+    value_bits: int
+    a_head: int
+    """Bits of a head's blocks"""
+    a_token: int | None = None
+    """Bytes of a token, if there is a budget"""
 
 
 def groups_of(widths: Tensor) -> tuple[tuple[int, int], ...]:

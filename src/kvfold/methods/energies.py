@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kvfold.errors import KvfoldError
 from kvfold.kernels.position_bias import planes
+from kvfold.kernels.transfer import OnHost, sent
 from kvfold.methods.base import LayerView, Method, Needs
 from kvfold.methods.full import Full
 from kvfold.methods.keybias import KeyBias, key_constant
@@ -78,6 +79,10 @@ class Energy:
         """On another device."""
         return Energy(self.query.to(device), self.key.to(device), self.partner.to(device))
 
+    def to_host(self) -> OnHost:
+        """Its tensors on their way to the host: little numbers, and choices that it must know."""
+        return OnHost(self.query, self.key, self.partner)
+
 
 def worth(query: Tensor, key: Tensor, score: Score) -> Tensor:
     """What bits are worth where queries and keys have these energies."""
@@ -88,12 +93,12 @@ def worth(query: Tensor, key: Tensor, score: Score) -> Tensor:
 def partner_of(rotary: Rotary | None, dim: int, device: torch.device) -> Tensor:
     """`Energy.partner` of a rotary embedding; every channel alone where it cannot be told which planes it turns."""
     found = planes(rotary, dim, device) if rotary is not None else None
-    return torch.arange(dim, device=device) if found is None else torch.tensor(found, device=device)
+    return torch.arange(dim, device=device) if found is None else sent(torch.tensor(found), device)
 
 
 def without_sinks(view: LayerView, sinks: int) -> LayerView:
     """The view with the first real tokens of each row marked invalid: their keys lie far from all others."""
-    first = view.tokens - torch.tensor(view.real_tokens, device=view.keys.device) + sinks
+    first = view.tokens - sent(torch.tensor(view.real_tokens), view.keys.device) + sinks
     index = torch.arange(view.tokens, device=view.keys.device)
     return replace(view, valid=view.valid & (index >= first[:, None])[:, None])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvfold.codecs import logarithm
-from kvfold.codecs.codebook import decode, integers
+from kvfold.codecs.codebook import decode, integer_levels, integers
 from kvfold.codecs.fragments import MOST_TILES, TILE, TOKENS, WIDTHS, Coded, RecordFormat, pack_mixed, unpack
 from kvfold.codecs.packing import pack as pack_plain
 from kvfold.codecs.packing import packed_bytes
@@ -21,8 +22,9 @@ from kvfold.kernels import around_records, pack_records
 from kvfold.kernels.around_records import Basis, Rotations
 from kvfold.kernels.dense_decode import Exact
 from kvfold.kernels.pack_records import Codes, Numbers, Tokens
-from kvfold.kernels.records import Records, Run, book
+from kvfold.kernels.records import BOOK, Records, Run, book
 from kvfold.kernels.reference import Part
+from kvfold.kernels.transfer import sent
 from kvfold.stores.base import AttendContext, Store
 from kvfold.stores.reading import ReadsRecords
 from kvfold.stores.rotated import RotatedLayout, RotatedStore
@@ -345,36 +347,39 @@ def _whole(x: Tensor) -> Tensor:
 def _scales(store: RotatedStore) -> dict[str, Tensor]:
     """Books, and what whole levels are multiplied with."""
     layout, buffers = store.layout, store.buffers
-    device = buffers["key_codes"].device
-    books, keys, values = [], [], []
+    books, units, evens, groups, columns = [], [], [], [], []
     column = 0
-    for head, (code, value) in enumerate(zip(layout.keys, layout.values, strict=True)):
-        own, scales = [], []
-        for index, (_, channels) in enumerate(code.groups):
-            group = index if code.norms == "group" else 0
-            levels, unit = _levels(code, index, device)
-            own += [book(levels, group)] * (channels // TILE)
-            scale = unit.expand(store.rows)
-            if code.norms == "token":
-                even = scale.new_tensor((channels / code.dim) ** 0.5)
-                scale = scale * (
-                    buffers["key_shares"][:, head, index].float() if "key_shares" in buffers else even
-                )
-            if "key_units" in buffers:
-                scale = scale * buffers["key_units"][:, column + group]
-            scales.append(scale[:, None].expand(-1, channels))
+    for code, value in zip(layout.keys, layout.values, strict=True):
+        by_group = code.norms == "group"
+        for index, (width, channels) in enumerate(code.groups):
+            sphere = by_group or len(code.groups) == 1
+            found, unit = _levels(width, channels, sphere, index if by_group else 0)
+            books += [found] * (channels // TILE)
+            units += [unit] * channels
+            evens += [1.0 if by_group else (channels / code.dim) ** 0.5] * channels
+            groups += [index] * channels
+            columns += [column + (index if by_group else 0)] * channels
         column += code.scales
-        levels, unit = _levels(value, 0, device)
-        own.append(book(levels))
-        books.append(torch.stack(own))
-        keys.append(torch.cat(scales, 1))
-        values.append(
-            unit * buffers["value_units"][:, head] if "value_units" in buffers else unit.expand(store.rows)
-        )
+        (width, channels), *_ = value.groups
+        found, unit = _levels(width, channels, True, 0)
+        books.append(found)
+        units.append(unit)
+    heads, dim = len(layout.keys), layout.key_dim
+    by_head = torch.tensor(units).view(heads, dim + 1)
+    shares = "key_shares" in buffers
+    scale = by_head[:, :dim] if shares else by_head[:, :dim] * torch.tensor(evens).view(heads, dim)
+    own = torch.tensor([groups, columns]).view(2, heads, dim)
+    every = torch.stack(books).view(heads, -1, BOOK), scale, by_head[:, dim], own
+    table, scale, value_scale, own = (sent(x.clone(), buffers["key_codes"].device) for x in every)
+    if shares:
+        scale = scale * buffers["key_shares"].float().gather(2, own[0].expand(store.rows, -1, -1))
+    if "key_units" in buffers:
+        scale = scale * buffers["key_units"][:, own[1]]
+        value_scale = value_scale * buffers["value_units"]
     return {
-        "books": torch.stack(books).to(device).expand(store.rows, -1, -1, -1).contiguous(),
-        "key_scale": torch.stack(keys, 1),
-        "value_scale": torch.stack(values, 1),
+        "books": table.expand(store.rows, -1, -1, -1).contiguous(),
+        "key_scale": scale.expand(store.rows, -1, -1).contiguous(),
+        "value_scale": value_scale.expand(store.rows, -1).contiguous(),
     }
 
 
@@ -388,10 +393,11 @@ def _rotations(codes: tuple[RotatedCode, ...], back: bool, device: torch.device)
     return Rotations(torch.stack(matrices), which.to(device))
 
 
-def _levels(code: RotatedCode, index: int, device: torch.device) -> tuple[dict[int, list[int]], Tensor]:
-    """Whole levels of a group by its width, none for width 8, and their unit ()."""
-    width, channels = code.groups[index]
-    on_sphere = code.norms == "group" or len(code.groups) == 1
-    whole = integers(width, channels if on_sphere else None)
-    unit = code.tables(device)[index][1][-1] / float(whole[-1])
-    return {} if width == 8 else {width: whole.int().tolist()}, unit
+@lru_cache(maxsize=1024)
+def _levels(width: int, channels: int, on_sphere: bool, group: int) -> tuple[Tensor, float]:
+    """A group's book, without levels for width 8, and the unit of its whole levels."""
+    dim = channels if on_sphere else None
+    whole = integers(width, dim)
+    levels = integer_levels(width, dim) if on_sphere else integer_levels(width) / math.sqrt(channels)
+    unit = levels[-1] / float(whole[-1])
+    return book({} if width == 8 else {width: whole.int().tolist()}, group), float(unit)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import groupby
@@ -16,6 +16,7 @@ from kvfold.codecs.rotated import RotatedCode, stored_norms
 from kvfold.kernels.position_bias import position_logits, turned_rows
 from kvfold.kernels.reference import Part, soft_cap, softmax_part
 from kvfold.kernels.rotated_encode import encode_heads, in_spans
+from kvfold.kernels.transfer import sent
 from kvfold.kernels.triton_rotated_table import serves
 from kvfold.stores.base import AttendContext, Rotary
 from kvfold.stores.tokenwise import TokenwiseLayout, TokenwiseStore, rotary_for
@@ -93,25 +94,17 @@ class RotatedStore(TokenwiseStore):
         keys, values : (rows, kv_heads, tokens, key_dim | value_dim)
         layout : RotatedLayout
         extra : mapping of str to Tensor
-            The optional buffers; also the units of norms, where they are to be those of an earlier segment.
+            The optional buffers; also the units of norms, where they are to be those of an earlier segment, and what has been
+            coded already (see `coded`).
         rotary : Rotary or None
             Needed if the mean is turned.
         """
         buffers = {**extra, **_exact_sinks(keys, values, layout)}
         rotary = rotary_for(layout.turned, rotary)
-        for name, x, codes in (("key", keys, layout.keys), ("value", values, layout.values)):
-            order, shares = extra.get(f"{name}_order"), extra.get(f"{name}_shares")
-            taken = extra.get(f"{name}_mean"), rotary, layout.shifts
-            done = encode_heads(x, codes, shares, order, *taken)
-            if done is None:
-                done = in_spans(partial(_encode, codes=codes, shares=shares, order=order), x, *taken)
-            buffers[f"{name}_codes"], norms = done
-            if layout.norm_bits == 8:
-                real = norms if "valid" not in extra else norms.where(extra["valid"][..., None], 0)
-                unit = buffers.setdefault(f"{name}_units", logarithm.unit_of(real))
-                buffers[f"{name}_norms"] = logarithm.encode(norms, unit[:, None])
-            else:
-                buffers[f"{name}_norms"] = stored_norms(norms)
+        if "key_codes" not in buffers:
+            buffers |= coded("key", keys, layout.keys, layout.norm_bits, buffers, rotary, layout.shifts)
+        if "value_codes" not in buffers:
+            buffers |= coded("value", values, layout.values, layout.norm_bits, buffers)
         return cls(layout, buffers)
 
     def for_decoding(self) -> RotatedStore:
@@ -244,6 +237,49 @@ class RotatedStore(TokenwiseStore):
         return cls(RotatedLayout(**fields), tensors)
 
 
+def coded(
+    name: Literal["key", "value"],
+    x: Tensor,
+    codes: tuple[RotatedCode, ...],
+    norm_bits: Literal[8, 16],
+    extra: Mapping[str, Tensor],
+    rotary: Rotary | None = None,
+    shifts: Sequence[int] = (),
+) -> dict[str, Tensor]:
+    """The buffers of keys or of values that hold codes and norms.
+
+    Parameters
+    ----------
+    name : "key" or "value"
+    x : (rows, kv_heads, tokens, dim)
+    codes : tuple of RotatedCode
+        One for each KV head.
+    norm_bits : 8 or 16
+    extra : mapping of str to Tensor
+        As for `RotatedStore.encode`.
+    rotary : Rotary or None
+        Given if the mean is turned.
+    shifts : sequence of int
+        RoPE position of each row's index 0, if there is a mean.
+    """
+    order, shares = extra.get(f"{name}_order"), extra.get(f"{name}_shares")
+    taken = extra.get(f"{name}_mean"), rotary, shifts
+    done = encode_heads(x, codes, shares, order, *taken)
+    if done is None:
+        done = in_spans(partial(_encode, codes=codes, shares=shares, order=order), x, *taken)
+    packed, norms = done
+    if norm_bits == 16:
+        return {f"{name}_codes": packed, f"{name}_norms": stored_norms(norms)}
+    unit = extra.get(f"{name}_units")
+    if unit is None:
+        unit = logarithm.unit_of(norms if "valid" not in extra else norms.where(extra["valid"][..., None], 0))
+    return {
+        f"{name}_codes": packed,
+        f"{name}_norms": logarithm.encode(norms, unit[:, None]),
+        f"{name}_units": unit,
+    }
+
+
 def _runs(codes: tuple[RotatedCode, ...]) -> Iterator[tuple[slice, RotatedCode]]:
     """Consecutive heads that share a code."""
     start = 0
@@ -258,7 +294,7 @@ def _exact_sinks(keys: Tensor, values: Tensor, layout: RotatedLayout) -> dict[st
     if not layout.sinks:
         return {}
     first = layout.tokens - torch.tensor(layout.real_tokens)
-    index = (first[:, None] + torch.arange(layout.sinks)).clamp_max(layout.tokens - 1).to(keys.device)
+    index = sent((first[:, None] + torch.arange(layout.sinks)).clamp_max(layout.tokens - 1), keys.device)
     found = {}
     for name, x in (("key_sinks", keys), ("value_sinks", values)):
         exact = x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[-1]))

@@ -27,6 +27,7 @@ from kvfold.kernels.ragged_decode import Ragged
 from kvfold.kernels.records import BOOK, Records, Run, book
 from kvfold.kernels.reference import Part, merge, softmax_part
 from kvfold.kernels.reference import attend as attend_exact
+from kvfold.kernels.transfer import sent
 from kvfold.stores.base import AttendContext, Kept, Rotary, Store
 from kvfold.stores.graded.frame import GradedLayout, require, value_rotation
 from kvfold.stores.graded.sections import Section, key_sections, value_sections
@@ -355,7 +356,7 @@ def _slots(runs: Sequence[Run], device: torch.device) -> Tensor:
         gaps.append([gap, run.tokens])
         gap += TOKENS * run.records - run.tokens
     table = torch.tensor(gaps, dtype=torch.int64).view(-1, 2)
-    table = table if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)
+    table = sent(table, device)
     count = sum(run.tokens for run in runs)
     before = table[:, 0].repeat_interleave(table[:, 1], output_size=count)
     return before + torch.arange(count, device=device)
