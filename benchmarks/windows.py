@@ -7,7 +7,7 @@ layers * width), a layer's own A (tokens, rank) and B (rank, width); both store 
 higher. The error is the squared Frobenius norm of what the best factors of that rank leave, over that of the states: singular
 values tell it. Controls: the same window with the rows of every layer shuffled on their own, so that layers share no tokens, and
 windows of layers as far apart as the model allows. (At equal rank, as the paper compares, a window stores fewer numbers: whether
-sharing pays is only told at equal bytes.)
+sharing pays is only told at equal bytes.) "less mean": of states less each layer's mean, which `XKV` takes out first.
 """
 
 from __future__ import annotations
@@ -39,21 +39,29 @@ def error_at(left_of: Tensor, rank: int) -> float:
     return float(left_of[min(rank, len(left_of) - 1)].clamp(min=0))
 
 
-def window(states: list[Tensor], size: int, generator: torch.Generator) -> dict[str, float]:
-    """Errors of a window at a `size`th of its bytes: joint, joint of shuffled rows, each layer its own."""
+def window(states: list[Tensor], generator: torch.Generator) -> list[dict[str, float]]:
+    """Errors of a window at each size of its bytes: each layer its own, joint, joint of shuffled rows."""
     tokens, width = states[0].shape
-    rank = max(tokens * width // (size * (tokens + width)), 1)
-    joint_rank = len(states) * rank * (tokens + width) // (tokens + len(states) * width)
-    shuffled = [x[torch.randperm(tokens, generator=generator)] for x in states]
-    total = sum(float(x.double().square().sum()) for x in states)
-    own = sum(error_at(left(x), rank) * float(x.double().square().sum()) for x in states) / total
-    return {
-        "own": own,
-        "window": error_at(left(torch.cat(states, 1)), joint_rank),
-        "shuffled": error_at(left(torch.cat(shuffled, 1)), joint_rank),
-        "rank": rank,
-        "window_rank": joint_rank,
-    }
+    energies = [float(x.double().square().sum()) for x in states]
+    alone = [left(x) for x in states]
+    joint = left(torch.cat(states, 1))
+    shuffled = left(torch.cat([x[torch.randperm(tokens, generator=generator)] for x in states], 1))
+    found = []
+    for size in SIZES:
+        rank = max(tokens * width // (size * (tokens + width)), 1)
+        joint_rank = len(states) * rank * (tokens + width) // (tokens + len(states) * width)
+        own = sum(error_at(x, rank) * energy for x, energy in zip(alone, energies, strict=True))
+        found.append(
+            {
+                "size": size,
+                "own": own / sum(energies),
+                "window": error_at(joint, joint_rank),
+                "shuffled": error_at(shuffled, joint_rank),
+                "rank": rank,
+                "window_rank": joint_rank,
+            }
+        )
+    return found
 
 
 def compared(states: list[Tensor], layers: int) -> list[dict]:
@@ -65,10 +73,10 @@ def compared(states: list[Tensor], layers: int) -> list[dict]:
         "far apart": [list(range(at, at + apart * layers, apart))[:layers] for at in range(apart)],
     }
     return [
-        {"kind": kind, "layers": own, "size": size, **window([states[i] for i in own], size, generator)}
+        {"kind": kind, "layers": own, **row}
         for kind, windows in kinds.items()
         for own in windows
-        for size in SIZES
+        for row in window([states[i] for i in own], generator)
     ]
 
 
@@ -90,11 +98,13 @@ def main() -> None:
         view.keys[0] if view.rotary is None else view.rotary.unrotate(view.keys[0], view.positions[0])
         for view in views
     ]
-    parts = {"keys": keys, "values": [view.values[0] for view in views]}
+    parts = {
+        part: [x.transpose(0, 1).flatten(1).float() for x in states]
+        for part, states in (("keys", keys), ("values", [view.values[0] for view in views]))
+    }
+    parts |= {f"{part} less mean": [x - x.mean(0) for x in states] for part, states in parts.items()}
     rows = [
-        {"part": part, **row}
-        for part, states in parts.items()
-        for row in compared([x.transpose(0, 1).flatten(1).float() for x in states], arguments.layers)
+        {"part": part, **row} for part, states in parts.items() for row in compared(states, arguments.layers)
     ]
     about = {
         "model": Path(arguments.model).name,
@@ -109,7 +119,7 @@ def main() -> None:
         "rows": rows,
     }
     arguments.output.write_text(json.dumps(about, indent=1) + "\n")
-    print(f"{'':22}{'size':>5}{'own':>8}{'window':>8}{'shuffled':>9}  windows below own")
+    print(f"{'':29}{'size':>5}{'own':>8}{'window':>8}{'shuffled':>9}  windows below own")
     for part in parts:
         for kind in ("neighbours", "far apart"):
             for size in SIZES:
@@ -117,7 +127,7 @@ def main() -> None:
                 means = [sum(r[name] for r in found) / len(found) for name in ("own", "window", "shuffled")]
                 below = sum(r["window"] < r["own"] for r in found)
                 print(
-                    f"{part:8}{kind:14}{size:5}"
+                    f"{part:17}{kind:12}{size:5}"
                     + "".join(f"{mean:{8 + (i == 2)}.3f}" for i, mean in enumerate(means))
                     + f"  {below}/{len(found)}"
                 )

@@ -13,10 +13,12 @@ from kvfold.errors import BudgetError, UnsupportedModelError
 from kvfold.ledger import storage_bytes
 from kvfold.methods import XKV
 from kvfold.methods.factorise import leading
+from kvfold.stores.base import AttendContext
 from tests.methods.baselines.views import view
 from tests.stores.checks import Turn
 from tests.tiny import prompt, tiny_model
 
+KINDS = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
 PUBLISHED = dict(widths=(16,), basis_bits=16, metric="plain", centre=False, sinks=0, recent=0)
 
 
@@ -293,6 +295,70 @@ def test_a_window_is_all_that_is_held():
     seen: list[list[int]] = []
     fold(tiny_model("llama", num_hidden_layers=5), prompt(80), Spy(keep=0.4, layers=2))
     assert seen == [[0, 1], [2, 3], [4]]
+
+
+@pytest.mark.parametrize("layers", [1, 99])
+def test_windows_of_one_layer_and_of_more_than_there_are(layers):
+    cache = fold(
+        tiny_model("llama", num_hidden_layers=3), prompt(120), XKV(keep=0.5, layers=layers, split=False)
+    )
+    rows = [layer.segments[0].store.layout.rows[0] for layer in cache.folded_layers]
+    assert [row.layers for row in rows] == [min(layers, 3)] * 3
+    assert cache.ledger().folded_ratio <= 0.5
+
+
+def test_ranks_that_do_not_pay_leave_tokens_exact(caplog):
+    """Bases of a short prompt, and as many components as there are tokens."""
+    views = [replace(one, keys=one.keys.half(), values=one.values.half()) for one in alike(tokens=40)]
+    stores = XKV(key_rank=40, value_rank=40, **PUBLISHED).fold(views)
+    assert {store.kind for store in stores} == {"dense"} and "stay exact" in caplog.text
+    assert relative_error(views, stores) == 0
+    caplog.clear()
+    assert {s.kind for s in XKV(key_rank=4, value_rank=4, **PUBLISHED).fold(views)} == {"lowrank"}
+    assert not caplog.text
+
+
+def test_ranks_above_the_channels_are_refused_before_any_work():
+    with pytest.raises(BudgetError, match=r"key_rank=65 is more than the 64 channels .* window of 2 layers"):
+        XKV(key_rank=65, value_rank=8, layers=2, widths=(16,)).check(4096, 2, 16, 16)
+    with pytest.raises(BudgetError, match="value_rank=200"):
+        fold(tiny_model("llama"), prompt(60), XKV(keep=0.5, value_rank=200))
+
+
+def test_a_window_on_two_devices_is_split(monkeypatch, caplog):
+    def fold_window(self, views):
+        runs.append([one.layer_idx for one in views])
+        return [None for _ in views]
+
+    runs: list[list[int]] = []
+    views = [replace(view(seed=number), layer_idx=number) for number in range(3)]
+    views[2] = replace(views[2], keys=views[2].keys.to("meta"), values=views[2].values.to("meta"))
+    monkeypatch.setattr(XKV, "_fold_window", fold_window)
+    assert len(XKV(keep=0.5).fold(views)) == 3
+    assert runs == [[0, 1], [2]] and "cpu, meta" in caplog.text
+
+
+def test_windows_form_around_sliding_layers():
+    model = tiny_model.__wrapped__("gemma3_text", num_hidden_layers=4, layer_types=KINDS)
+    cache = fold(model, prompt(120), XKV(keep=0.5, layers=2, split=False))
+    assert [layer.layer_idx for layer in cache.folded_layers] == [0, 3]
+    first, second = (layer.segments[0].store.buffers["key_factors.0"] for layer in cache.folded_layers)
+    assert first is second
+
+
+def test_a_selection_as_large_as_the_context_reads_all():
+    views = [view(seed=seed, tokens=90) for seed in range(2)]
+    options = dict(keep=0.6, chunk=4, outlier_chunks=2, split=False)
+    (store, _), (less, _) = (XKV(**options, sparse_budget=n).fold(views) for n in (1000, 12))
+    query = torch.randn(1, 4, 3, 16)
+    for head in range(2):
+        kept = store.kept(0, head, Turn())
+        scores = query[0, 2 * head].double() @ kept.keys.double().T * views[0].scaling
+        expected = scores.softmax(-1) @ kept.values.double()
+        context = AttendContext(views[0].scaling, rotary=Turn())
+        output = store.attend(query, None, context)[0][0, 2 * head].double()
+        assert torch.allclose(output, expected, atol=1e-4)
+    assert not torch.allclose(less.attend(query, None, context)[0][0, 2 * head].double(), expected, atol=1e-2)
 
 
 def test_layers_of_other_shapes_do_not_share():

@@ -77,6 +77,8 @@ class Window:
         self.coded = self.span.stop - self.span.start
         self.heads, self.dims = view.keys.shape[1], (view.keys.shape[-1], view.values.shape[-1])
         self.ranks = method.key_rank or sys.maxsize, method.value_rank or sys.maxsize
+        self.states: list[Tensor] = []
+        self._grams: list[Tensor | None] = [None, None]
         self.half = view.keys.dtype if view.keys.dtype in (torch.float16, torch.bfloat16) else torch.float16
 
     def encode(self) -> Iterator[tuple[LowRankRow, dict[str, Tensor]]]:
@@ -84,7 +86,8 @@ class Window:
         self._measure()
         blocks = self._blocks()
         # They take more than all that is to come.
-        self.states, self._grams = [], []
+        self.states.clear()
+        self._grams.clear()
         for block in blocks:
             shared: dict[str, Tensor] = {}
             for name, factors, factor in zip(("key", "value"), block.factors, block.found, strict=True):
@@ -113,7 +116,6 @@ class Window:
             torch.empty(self.coded, layers * self.heads * dim, dtype=torch.float32, device=device)
             for dim in self.dims
         ]
-        self._grams: list[Tensor | None] = [None, None]
         for layer, view in enumerate(self.views):
             self.metrics.append((self._key_metric(view), self._value_metric(view)))
             self.means.append((self._mean(view, 0), self._mean(view, 1)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -13,6 +14,7 @@ from torch import Tensor
 from kvfold.allocate.budget import Budget
 from kvfold.allocate.transform import Components
 from kvfold.errors import BudgetError, UnsupportedModelError
+from kvfold.ledger import storage_bytes
 from kvfold.methods.base import LayerView, Method, Needs
 from kvfold.methods.factorise import Window
 from kvfold.methods.full import Full
@@ -20,6 +22,7 @@ from kvfold.stores.base import Store
 from kvfold.stores.lowrank import LowRankLayout, LowRankRow, LowRankStore, landmark_code, vector_code
 from kvfold.stores.trizone import position_dtype
 
+logger = logging.getLogger(__name__)
 EXACT_SHARE = 0.25
 """Of a budget, at most, for sinks and newest tokens."""
 
@@ -81,6 +84,8 @@ class XKV(Method):
 
     Notes
     -----
+    Where given ranks would take more bytes than the tokens as they are, those stay exact, and a warning says so; layers of
+    a window on several devices share factors on each by itself.
     A later turn is put on the basis of the one before, unless a basis of its own would lose less at the same bytes; one
     that is too short to pay for either stays exact.
     With latent attention (MLA) the latents are factored as values and the shared rotary key as a key of one head; nothing
@@ -175,6 +180,13 @@ class XKV(Method):
         return 32
 
     def check(self, tokens: int, kv_heads: int, key_dim: int, value_dim: int) -> None:
+        for name, rank, dim in (("key", self.key_rank, key_dim), ("value", self.value_rank, value_dim)):
+            width = self.layers * kv_heads * dim
+            if self.borders is None and rank is not None and rank > width:
+                raise BudgetError(
+                    f"{name}_rank={rank} is more than the {width} channels that the {name}s of a window of"
+                    f" {self.layers} layers have: ask for fewer"
+                )
         if self.budget is None:
             return
         sinks, newest = self.exact_tokens(tokens)
@@ -228,17 +240,37 @@ class XKV(Method):
 
     def fold(self, views: Sequence[LayerView]) -> list[Store]:
         stores: list[Store] = []
+        devices = list(dict.fromkeys(str(view.keys.device) for view in views))
+        if len(devices) > 1:
+            logger.warning(
+                "xkv: a window lies on %s; layers share factors on each by itself", ", ".join(devices)
+            )
         # Layers of different shapes or on different devices cannot share a row.
         for _, run in groupby(views, key=lambda view: (view.keys.shape, view.values.shape, view.keys.device)):
             window = list(run)
             try:
-                stores += self._fold_window(window)
+                folded: list[Store] = [*self._fold_window(window)]
             except BudgetError:
                 if any(view.previous is None for view in window):
                     raise
                 # A later turn that is too short to pay for factors: it has been read, and must not be lost.
-                stores += Full().fold(window)
+                folded = Full().fold(window)
+            stores += folded if self.budget is not None else self._smaller(folded, window)
         return stores
+
+    def _smaller(self, folded: list[Store], window: list[LayerView]) -> list[Store]:
+        """What was folded to given ranks, or the tokens as they are where those take fewer bytes."""
+        exact = Full().fold(window)
+        takes = storage_bytes(tensor for store in folded for tensor in store.tensors().values())
+        full = sum(store.nbytes for store in exact)
+        if takes < full:
+            return folded
+        logger.warning(
+            "xkv: key_rank=%s and value_rank=%s take %d bytes for %d tokens, which take %d as they are and so stay"
+            " exact: fold more tokens at once, or ask for fewer components",
+            self.key_rank, self.value_rank, takes, window[0].tokens, full,
+        )  # fmt: skip
+        return exact
 
     def _fold_window(self, views: list[LayerView]) -> list[LowRankStore]:
         if self.sparse_budget and views[0].expand is not None:
