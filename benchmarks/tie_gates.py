@@ -63,6 +63,8 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--budget", type=int, default=128)
+    parser.add_argument("--bias", type=float, default=10.0)
+    parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--budgets", type=int, nargs="+", default=[128, 512])
     parser.add_argument("--length", type=int, default=4096)
@@ -83,8 +85,8 @@ def main() -> None:
 
     for tie in arguments.ties:
         config = TrainConfig(
-            tie=tie, width=arguments.width, bias=10.0, lr=2e-3, steps=arguments.steps, accumulate=arguments.accumulate,
-            budget=arguments.budget,
+            tie=tie, width=arguments.width, bias=arguments.bias, lr=arguments.lr, steps=arguments.steps,
+            accumulate=arguments.accumulate, budget=arguments.budget,
         )  # fmt: skip
         if model.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()

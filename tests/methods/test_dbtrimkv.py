@@ -399,6 +399,7 @@ def test_budgets(gates_file):
     for options, entries in (
         (dict(tokens=10), 60),
         (dict(total=77), 77),
+        (dict(total=7), 7),
         (dict(memory=6 * 4 + 50 * (64 + 2 + 4) + 9), 50),
         (dict(tokens=10, scope="head"), 60),
         (dict(total=77, scope="head"), 72),
@@ -406,7 +407,7 @@ def test_budgets(gates_file):
         cache = fold(model, ids, DBTrimKV(gates=path, **options))
         counts = torch.cat([layer.segments[0].store.buffers["counts"] for layer in cache.folded_layers])
         assert int(counts.sum()) == entries
-        assert ("scope" in options) == (len(counts.unique()) == 1)
+        assert ("scope" in options) == (len(counts.unique()) == 1) and int(counts.min()) >= 1
     cache = fold(model, ids, DBTrimKV(gates=path, total=77, least=12))
     counts = torch.cat([layer.segments[0].store.buffers["counts"] for layer in cache.folded_layers])
     assert int(counts.min()) == 12 and int(counts.sum()) == 77

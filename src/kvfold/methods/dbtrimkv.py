@@ -198,15 +198,16 @@ class DBTrimKV(Method):
         always = (position - entries.padding[row] < self.sinks) | (position >= entries.tokens - self.recent)
         always, score = always & alive, score.masked_fill(~alive, -torch.inf)
         order = best_first(score.masked_fill(always, torch.inf), position)
-        if self.least or self.scope == "head":
+        ahead = None  # `order` begins with what is always kept, until more is
+        if self.scope == "head" or self.least > self.sinks + self.recent:
             rank = ranks(order, head)
-            always |= (rank < self.least) & alive
+            ahead = always = always | ((rank < self.least) & alive)
         if self.threshold is not None:
             return always | (score >= math.log(self.threshold))
         limit = entries.limits[row]
         if self.scope == "head":
             return alive & (rank < limit // entries.heads)
-        return alive & (ranks(order, row if len(entries.padding) > 1 else None, ahead=always) < limit)
+        return alive & (ranks(order, row if len(entries.padding) > 1 else None, ahead) < limit)
 
     def limits(self, lot: Lot) -> list[int]:
         return [self._limit(lot, real, text) for real, text in zip(lot.real_tokens, _text(lot))]
