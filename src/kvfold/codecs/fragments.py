@@ -87,7 +87,7 @@ class RecordFormat:
         """Bytes of one number of all tokens."""
         return TOKENS * (1 if self.logarithms else 2)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of a record, a multiple of 64."""
         return sum(self.sizes)

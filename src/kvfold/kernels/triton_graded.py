@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -594,7 +595,8 @@ def _moved(
     """Each width, most tokens of a section, and the sections on the device: one transfer for all, not waited for."""
     if not sections:
         return
-    table = sent(torch.tensor([section for own in sections.values() for section in own]), device)
+    table = np.array([section for own in sections.values() for section in own])
+    table = sent(torch.from_numpy(table), device)
     parts = table.split([len(own) for own in sections.values()])
     for (width, own), part in zip(sections.items(), parts, strict=True):
         yield width, max(section[2] for section in own), part

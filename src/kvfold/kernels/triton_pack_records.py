@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -127,7 +128,8 @@ def pack_records(runs: Sequence[Tokens], device: torch.device) -> Tensor:
     records = torch.empty(begin, dtype=torch.uint8, device=device)
     if not begin:
         return records
-    every = sent(torch.tensor([row for table in tables for row in table]), device)
+    every = np.array([row for table in tables for row in table])  # much faster than a tensor of lists
+    every = sent(torch.from_numpy(every), device)
     keys, values, numbers = every.split([len(table) for table in tables])
     for table, of_keys in ((keys, True), (values, False)):
         if len(table):
