@@ -26,6 +26,7 @@ from kvfold.bench.timing import by_events, copies, in_graph
 from kvfold.codecs.codebook import gaussian_levels
 from kvfold.codecs.fragments import RecordFormat
 from kvfold.kernels import records as kernel
+from kvfold.kernels.record_plan import warps_of
 from kvfold.kernels.records import Records, Run, attend, attend_plain, book
 
 UNIT = 63 / float(gaussian_levels(4).max())
@@ -147,7 +148,7 @@ def main() -> None:
     if reason:
         raise SystemExit(f"the kernel cannot be used: {reason}")
     read = reader()
-    shapes = [(128, sets, warps, False) for sets in (1, 2) for warps in kernel._warps(128, sets)]
+    shapes = [(128, sets, warps, 0) for sets in (1, 2) for warps in warps_of(128, sets)]
     with ThreadPoolExecutor() as pool:  # nvcc once a shape, all at once
         list(pool.map(lambda shape: kernel._library(*shape), shapes))
     sizes = [(LLAMA, 1, 131072), (LLAMA, 1, 8192), (LLAMA, 8, 32768)]

@@ -8,16 +8,16 @@ import torch
 
 from kvfold.codecs.codebook import gaussian_levels
 from kvfold.codecs.fragments import Coded, RecordFormat, pack
+from kvfold.kernels.cuda_library import no_compiler
 from kvfold.kernels.position_bias import Circles, coarse_pairs, in_few_planes, turned_rows, turns
+from kvfold.kernels.record_plan import make_plan
 from kvfold.kernels.records import (
     Records,
     Run,
     Turning,
-    _no_compiler,
     attend,
     attend_plain,
     book,
-    make_plan,
     problem,
     turned_biases,
 )
@@ -360,9 +360,9 @@ def test_why_not_on_a_gpu(monkeypatch):
     assert "8.9" in problem(torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(cpp_extension, "CUDA_HOME", None)
-    _no_compiler.cache_clear()
+    no_compiler.cache_clear()
     assert "nvcc" in problem(torch.device("cuda"))
-    _no_compiler.cache_clear()
+    no_compiler.cache_clear()
 
 
 def test_bad_input():

@@ -26,7 +26,7 @@ constexpr uint32_t LOW_ONES = TILES >= 8 ? 0x11111111u : ((1u << 4 * (TILES & 7)
 constexpr float NOTHING = -1e30f, FAR = 1e24f;
 enum Flag { KEY_NORMS = 1, MAGNITUDES = 2, LOGARITHMS = 4 };
 
-struct __align__(16) Work {    // of one block: records of one format; mirrored in records.py, as is Problem
+struct __align__(16) Work {    // of one block: records of one format; mirrored in record_plan.py, Problem in records.py
   int head, index, splits, first_slot;          // (row, KV head), the block's place among those of that head, their number, its first slot
   int run_index, run_blocks, records, tokens;   // likewise within the run of records; tokens of the last record
   int begin, units;                             // where the run begins, and a record's size, in units of 16 bytes

@@ -22,7 +22,8 @@ from kvfold.kernels import around_records, pack_records
 from kvfold.kernels.around_records import Basis, Rotations
 from kvfold.kernels.dense_decode import Exact
 from kvfold.kernels.pack_records import Codes, Numbers, Tokens
-from kvfold.kernels.records import BOOK, Records, Run, book
+from kvfold.kernels.record_plan import BOOK
+from kvfold.kernels.records import Records, Run, book
 from kvfold.kernels.reference import Part
 from kvfold.kernels.transfer import sent
 from kvfold.stores.base import AttendContext, Store

@@ -24,7 +24,8 @@ from kvfold.kernels import around_records, pack_records
 from kvfold.kernels.around_records import Basis, Rotations
 from kvfold.kernels.pack_records import Codes, Numbers, Tokens
 from kvfold.kernels.ragged_decode import Ragged
-from kvfold.kernels.records import BOOK, Records, Run, book
+from kvfold.kernels.record_plan import BOOK
+from kvfold.kernels.records import Records, Run, book
 from kvfold.kernels.reference import Part, merge, softmax_part
 from kvfold.kernels.reference import attend as attend_exact
 from kvfold.kernels.transfer import sent
