@@ -1,4 +1,4 @@
-"""What the kernels over graded tokens (`triton_graded.py`) need to know, and where they work."""
+"""What the kernels over graded tokens (`triton_graded_errors.py`, `triton_graded_pack.py`) need to know, and where they work."""
 
 from __future__ import annotations
 

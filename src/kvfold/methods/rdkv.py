@@ -517,7 +517,7 @@ class RDKV(Method):
         self, view: LayerView, layout: GradedLayout, frame: Frame, row: int, energy: Tensor
     ) -> tuple[Tensor, Tensor]:
         """As `_errors`, each key and value read once."""
-        from kvfold.kernels import triton_graded
+        from kvfold.kernels import triton_graded_errors
 
         keys, values = view.keys[row], view.values[row]
         shared = layout.widths, _books(layout.widths, keys.device), frame.key_mean.dtype
@@ -526,7 +526,7 @@ class RDKV(Method):
             assert view.rotary is not None
             turned = frame.key_turned[row]
             turn = turns(view.rotary, layout.key_dim, keys.shape[1], layout.shifts[row], keys.device)
-        errors = triton_graded.key_errors(
+        errors = triton_graded_errors.key_errors(
             keys,
             turned,
             turn,
@@ -537,7 +537,7 @@ class RDKV(Method):
             frame.key_counts[row],
             *shared,
         )
-        lost = triton_graded.value_errors(
+        lost = triton_graded_errors.value_errors(
             values,
             frame.value_mean[row],
             value_rotation(layout.value_dim, keys.device),

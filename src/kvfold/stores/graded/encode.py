@@ -123,9 +123,9 @@ def _fine(
 def _fine_by_kernels(
     keys: Tensor, values: Tensor, heads: Tensor, tokens: Tensor, meta: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from kvfold.kernels import triton_graded
+    from kvfold.kernels import triton_graded_pack
 
-    return triton_graded.pack_fine(keys, values, heads, tokens, meta)
+    return triton_graded_pack.pack_fine(keys, values, heads, tokens, meta)
 
 
 def _plainly(
@@ -177,7 +177,7 @@ def _by_kernels(
     into: tuple[Tensor, Tensor, Tensor],
 ) -> None:
     """Write codes and magnitudes, a launch for each width; `places` are all tokens kept, and how many each head keeps and codes."""
-    from kvfold.kernels import triton_graded
+    from kvfold.kernels import triton_graded_pack
 
     index, kept, coded = places
     first, sized = list(accumulate(kept, initial=0)), list(accumulate(coded, initial=0))
@@ -198,7 +198,7 @@ def _by_kernels(
     if frame.key_turned is not None:
         turned = frame.key_turned[row]
         turn = turns(require(rotary), layout.key_dim, keys.shape[1], layout.shifts[row], keys.device)
-    triton_graded.pack_keys(
+    triton_graded_pack.pack_keys(
         keys,
         index,
         tables[0],
@@ -211,7 +211,7 @@ def _by_kernels(
         lookup.NEIGHBOURS,
         into[0],
     )
-    triton_graded.pack_values(
+    triton_graded_pack.pack_values(
         values,
         index,
         tables[1],
