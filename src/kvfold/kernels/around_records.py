@@ -8,8 +8,6 @@ one more for the mean key of tokens that do not lie in order.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -31,6 +29,7 @@ from kvfold.kernels.ragged_decode import Ragged
 from kvfold.kernels.records import Records, Turning
 from kvfold.kernels.reference import Part, merge
 from kvfold.kernels.reference import attend as attend_exact
+from kvfold.kernels.streams import aside, joined
 
 if TYPE_CHECKING:
     from kvfold.stores.base import Rotary
@@ -157,7 +156,7 @@ def attend(
     query = query.reshape(rows, heads * queries, 1, dim).contiguous()
     exact_part = None
     if exact is not None or tail is not None:
-        with _aside(query.device):
+        with aside(query.device):
             exact_part = _exact_partials(query, exact, tail, scaling)
     turned_to = query.new_empty(rows, heads * queries, dim, dtype=torch.float32)
     factors, tables, shifted, planes = query, None, (query, query), 0
@@ -190,7 +189,7 @@ def attend(
     within = turning if inside else None
     mixed, sums = records.attend(turned_to, coded, 1.0, _placed(bias, coded), within, early=bias is None)
     partial, partial_lse = (mixed, sums) if exact_part is None else exact_part
-    _joined(query.device)
+    joined(query.device)
     output = query.new_empty(rows, heads, queries, dim, dtype=dtype)
     lse = sums.new_empty(rows, heads, queries)
     earlier = (mixed, sums) if before is None else tuple(part.contiguous() for part in before)
@@ -269,32 +268,6 @@ def _exact_partials(query: Tensor, exact: Exact | Ragged | None, tail: Exact | N
     if isinstance(exact, Ragged):
         return ragged_decode.attend(query, exact, tail, scaling)
     return dense_decode.partials(query, exact, tail, scaling)
-
-
-@contextmanager
-def _aside(device: torch.device) -> Iterator[None]:
-    """On a GPU, launch beside what the stream does next, until `_joined`.
-
-    What is allocated there is reused there only, and each time after the stream's own work so far.
-    """
-    if device.type != "cuda":
-        yield
-        return
-    stream = _side(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        yield
-
-
-def _joined(device: torch.device) -> None:
-    """Wait, on the device, for what was launched aside."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).wait_stream(_side(device))
-
-
-@cache
-def _side(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
 
 
 def _placed(bias: Tensor | None, coded: Records) -> Tensor | None:
