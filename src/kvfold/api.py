@@ -22,6 +22,16 @@ from kvfold.hf.support import CACHE_KEYWORD, cache_shape, check_supported
 from kvfold.methods.base import Method
 from kvfold.methods.work import Work
 
+_OWN_ARGUMENTS = {
+    "input_ids",
+    "inputs_embeds",
+    "attention_mask",
+    "position_ids",
+    "past_key_values",
+    "use_cache",
+    "logits_to_keep",
+}
+
 
 def fold(
     model: Any,
@@ -67,6 +77,12 @@ def fold(
     check_calibration(model, method)
     _check_prompt(input_ids, attention_mask)
     inputs = dict(inputs or {})
+    known = _OWN_ARGUMENTS & {*inputs}
+    if known:
+        raise KvfoldError(
+            f"inputs are what the model takes beside the prompt: leave {', '.join(sorted(known))} out"
+            " (input_ids and attention_mask are arguments of fold)"
+        )
     if inputs and chunk_size is not None:
         raise KvfoldError("a prompt with further inputs (images) is read whole: leave chunk_size out")
     if inputs and method.needs.again:

@@ -163,6 +163,22 @@ def test_repeated_queries_are_those_of_the_text_read_again():
             assert torch.allclose(found, exact[0, members], atol=2e-4)
 
 
+def test_repeated_queries_do_not_see_padding():
+    """Whatever tokens stand in the padding, real ones are read again alike."""
+    model, ids = tiny_model("llama"), prompt(60, batch=2)
+    found = []
+    for padding in (0, 7):
+        padded, mask = left_pad(ids, [9, 0])
+        padded = torch.where(mask.bool(), padded, padding)
+        found.append(repeated(views_of(model, padded, mask, sampled=60), 32, 16))
+    for (view, beside), (other, its) in zip(*found, strict=True):
+        real = view.valid[0, 0, view.sampled_index]
+        assert 0 < int(real.sum()) < len(real)
+        for one, two in ((view.sampled, other.sampled), *zip(beside, its, strict=True)):
+            assert torch.allclose(one[0, :, real], two[0, :, real], atol=1e-5)
+            assert torch.allclose(one[1], two[1], atol=1e-5)
+
+
 def test_a_fold_for_repeated_queries_has_its_bytes():
     model, ids = tiny_model("llama"), prompt(90)
     method = KVSculpt(keep=0.4, sinks=2, window=6, horizon=16, steps=2)

@@ -5,7 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvfold import DBTrimKV, Engine, Full, KVSculpt, SnapKV, attach, fold, generate, kept_shares, load
+from kvfold import (
+    METHODS,
+    RDKV,
+    XKV,
+    BlockGTQ,
+    DBTrimKV,
+    Engine,
+    Full,
+    KVSculpt,
+    SnapKV,
+    attach,
+    fold,
+    generate,
+    kept_shares,
+    load,
+)
 from kvfold.errors import KvfoldError
 from kvfold.hf import CACHE_KEYWORD, FoldedCache
 from tests.methods.test_dbtrimkv import Account, gates_file, kept_by  # noqa: F401
@@ -181,3 +196,44 @@ def test_a_cache_that_was_not_told(gates_file):  # noqa: F811
 def test_bad_options(options):
     with pytest.raises(ValueError, match="text"):
         DBTrimKV(**options)
+
+
+@models
+@pytest.mark.parametrize(
+    "method",
+    [
+        RDKV(keep=0.5, window=8),
+        BlockGTQ(bits=4),
+        METHODS["turboquant"](bits=4),
+        KVSculpt(keep=0.5, window=8, sinks=2, steps=1),
+        XKV(keep=0.5),
+    ],
+    ids=lambda method: method.name,
+)
+def test_methods_that_turn_keys(name, method):
+    """Images have positions on three axes, which no plain rotation undoes: keys are taken as they lie."""
+    model, inputs = tiny_vlm(name), pictures()
+    ids, mask, others = split(inputs)
+    cache = fold(model, ids, method, mask, inputs=others)
+    shares = kept_shares(model, cache, ids)
+    assert 0 < shares["image"] <= 1 and 0 < shares["text"] <= 1
+    text = {"input_ids": prompt(100).clamp_max(115), "attention_mask": torch.ones(1, 100, dtype=torch.long)}
+    for asked in (inputs, text):
+        with attach(model, method):
+            found = model.generate(**asked, **LOOP)
+        assert found.shape[1] == asked["input_ids"].shape[1] + LOOP["max_new_tokens"]
+
+
+def test_shares_of_stores_that_turn_keys(tmp_path):
+    model, ids = tiny_model("llama"), prompt(150)
+    cache = fold(model, ids, RDKV(keep=0.1, window=8))
+    shares = kept_shares(model, cache, ids)
+    assert 0 < shares["text"] <= 1
+    cache.save(tmp_path / "a.kvf")
+    assert kept_shares(model, load(tmp_path / "a.kvf", model), ids) == shares
+
+
+def test_arguments_of_fold_are_no_further_inputs():
+    model, inputs = tiny_vlm("qwen2_5_vl"), pictures()
+    with pytest.raises(KvfoldError, match="leave attention_mask, input_ids out"):
+        fold(model, inputs["input_ids"], Full(), inputs=inputs)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kvfold
-from kvfold.methods import blockgtq, rdkv
+from kvfold.kernels import around_records
 from kvfold.stores.graded import GradedStore
 from kvfold.stores.graded.recorded import RecordedGradedStore
 from kvfold.stores.recorded import RecordedStore
@@ -24,11 +24,9 @@ def folded(method, head_dim=32):
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    def decodes(keys, values):
-        return keys.shape[-1] % 16 == 0
-
-    monkeypatch.setattr(blockgtq, "reads_records", decodes)
-    monkeypatch.setattr(rdkv, "reads_records", decodes)
+    monkeypatch.setattr(around_records, "problem", lambda device, dim, group: None)
+    for store in (RotatedStore, GradedStore):  # there is no kernel here after all
+        monkeypatch.setattr(store, "for_decoding", lambda store: store)
 
 
 METHODS = [kvfold.BlockGTQ(bits=2.7), kvfold.BlockGTQ(keep=0.3), kvfold.RDKV(keep=0.3, window=8)]
@@ -69,3 +67,33 @@ def test_generated_blocks_follow_their_prompt(method, as_on_a_gpu):
     ids = torch.cat([prompt(300), prompt(300)[:, -1:]], 1)
     model.generate(ids, past_key_values=cache, max_new_tokens=200, do_sample=False, eos_token_id=None)
     assert all(layer.folded_tokens > 300 for layer in cache.folded_layers)
+
+
+@pytest.mark.parametrize("options", [dict(bits=5), dict(bits=6.5), dict(keep=0.4)], ids=str)
+def test_keys_are_as_fine_as_elsewhere_where_values_have_no_record(options, as_on_a_gpu, monkeypatch):
+    found = folded(kvfold.BlockGTQ(**options))
+    monkeypatch.undo()
+    for store, other in zip(found, folded(kvfold.BlockGTQ(**options)), strict=True):
+        assert RecordedStore.of(store) is not None or store.layout == other.layout
+
+
+def test_capped_logits_have_no_records(as_on_a_gpu):
+    model = tiny_model("gemma2", head_dim=32)
+    for method in METHODS:
+        cache = kvfold.fold(model, prompt(300), method)
+        stores = [layer.segments[0].store for layer in cache.folded_layers if layer.segments]
+        assert stores and not all(RECORDS[type(store)].of(store) for store in stores)
+
+
+def test_a_budget_for_every_row_and_turn(as_on_a_gpu):
+    """What single channels can have, tiles must not refuse: short rows of a batch, short second turns."""
+    model, method = tiny_model("llama", head_dim=128), kvfold.RDKV(keep=0.05, window=8)
+    mask = torch.ones(2, 300, dtype=torch.long)
+    mask[1, :230] = 0
+    kvfold.fold(model, prompt(300, 2), method, mask)
+    cache = kvfold.fold(model, prompt(300), method)
+    for tokens in (60, 50):
+        seen = cache.get_seq_length()
+        cache.expect(seen + tokens)
+        with torch.no_grad():
+            model(prompt(tokens), past_key_values=cache)

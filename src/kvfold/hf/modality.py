@@ -78,6 +78,12 @@ def see_prompt(cache: FoldedCache, model: Any, input_ids: Tensor, inputs: Mappin
     cache.text = pad(found == 0, (before, 0))
 
 
+def _attention(model: Any, layer_idx: int) -> torch.nn.Module | None:
+    """The attention module of a layer that has read nothing yet (a loaded cache's)."""
+    own = (module for module in model.modules() if getattr(module, "layer_idx", None) == layer_idx)
+    return next((module for module in own if type(module).__name__.endswith("Attention")), None)
+
+
 def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
@@ -120,13 +126,15 @@ def kept_shares(model: Any, cache: FoldedCache, input_ids: Tensor) -> dict[str, 
     heads = 0
     for layer in layers:
         heads += layer.kv_heads
+        module = layer.attending_module or _attention(model, layer.layer_idx)
+        rotary = None if module is None else layer.rotary_of(module)
         for row, kinds in enumerate(found):
             kept += layer.kv_heads * kinds[layer.folded_tokens :].bincount(minlength=len(MODALITIES))
             start = 0
             for segment in layer.segments:
                 source = row if segment.rows is None else int(segment.rows[row])
                 for head in range(segment.store.kv_heads):
-                    index = start + segment.store.kept(source, head, None).positions.cpu()
+                    index = start + segment.store.kept(source, head, rotary).positions.cpu()
                     kept += kinds[index].bincount(minlength=len(MODALITIES))
                 start += segment.store.tokens
     read = heads * found.flatten().bincount(minlength=len(MODALITIES))

@@ -100,8 +100,8 @@ def uses_rotary(module: torch.nn.Module) -> bool:
 def rotary_of(module: torch.nn.Module, device: torch.device) -> ModelRotary | None:
     """Rotary embedding that an attention module's model uses, on the device of its states, or None.
 
-    None for models without RoPE, for dynamic scaling (frequencies depend on the length seen), and for
-    modelling files that lay theirs out in a way this cannot follow.
+    None for models without RoPE, for dynamic scaling (frequencies depend on the length seen), for those whose images
+    have positions on three axes (M-RoPE), and for modelling files that lay theirs out in a way this cannot follow.
     """
     source = sys.modules.get(type(module).__module__)
     apply = getattr(source, "apply_rotary_pos_emb", None)
@@ -119,7 +119,7 @@ def rotary_of(module: torch.nn.Module, device: torch.device) -> ModelRotary | No
         if layer_type not in parameters:
             return None
         parameters = parameters[layer_type] or {}
-    if parameters.get("rope_type", "default") in ("dynamic", "longrope"):
+    if parameters.get("rope_type", "default") in ("dynamic", "longrope") or "mrope_section" in parameters:
         return None
     stem = type(module).__name__.removesuffix("Attention")
     embedding_class = getattr(source, f"{stem}RotaryEmbedding", None)

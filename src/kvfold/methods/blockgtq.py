@@ -23,6 +23,7 @@ from kvfold.stores.base import Store
 from kvfold.stores.coded import CodedStore
 from kvfold.stores.ragged import channel_dtype
 from kvfold.stores.reading import reads_records
+from kvfold.stores.recorded import recordable
 from kvfold.stores.rotated import RotatedLayout, RotatedStore, coded
 from kvfold.stores.tokenwise import padding_of, shifts_of
 
@@ -189,25 +190,25 @@ class BlockGTQ(Method):
             )
 
     def fold(self, views: Sequence[LayerView]) -> list[Store]:
-        return [self._for(view)._encode(view) for view in views]
+        return [self._folded(view) for view in views]
 
     @property
     def _tile(self) -> int:
         return self.tile or 2
 
-    def _for(self, view: LayerView) -> BlockGTQ:
+    def _folded(self, view: LayerView) -> Store:
         """With a tile for the layer's device, if none was chosen."""
         widths = tuple(width for width in self.widths if width in WIDTHS)
-        if self.tile is not None or not widths or not reads_records(view.keys, view.values):
-            return self
-        try:
-            wide = replace(self, tile=TILE, widths=widths)
-            wide.check(view.tokens, view.keys.shape[1], view.keys.shape[-1], view.values.shape[-1])
-        except (KvfoldError, ValueError):  # bits or a budget that finer tiles alone can have
-            return self
-        return wide
+        if self.tile is None and widths and reads_records(view):
+            try:
+                store = replace(self, tile=TILE, widths=widths)._encode(view)
+            except (KvfoldError, ValueError):  # bits or a budget that finer tiles alone can have
+                return self._encode(view)
+            if recordable(store.layout):
+                return store
+        return self._encode(view)
 
-    def _encode(self, view: LayerView) -> Store:
+    def _encode(self, view: LayerView) -> RotatedStore:
         tokens = view.tokens if view.generated else view.tokens - self.recent
         lost = view.tokens - tokens
         keys, values = view.keys[:, :, :tokens], view.values[:, :, :tokens]

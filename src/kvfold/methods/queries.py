@@ -210,7 +210,8 @@ def repeated(views: Sequence[LayerView], sampled: int, span: int) -> list[tuple[
 
     def answer(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         view = of_layer[layer]
-        beside = attend(query, key, value, view.scaling, own[None, None], view.softcap)
+        real = view.valid[:, :, index].repeat_interleave(query.shape[1] // view.valid.shape[1], 1)
+        beside = attend(query, key, value, view.scaling, own & real[:, :, None], view.softcap)
         found[layer] = replace(view, sampled=query, sampled_index=index), beside
         return merge([_prompt(view, query, torch.full_like(index, view.tokens)), beside])[0]
 

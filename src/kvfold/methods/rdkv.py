@@ -237,13 +237,18 @@ class RDKV(Method):
         """With a tile for the layers' device, if none was chosen; for a block of generated tokens, with its prompt's."""
         if self.tile is not None:
             return self
-        if views[0].previous is not None:
-            return replace(self, tile=16 if isinstance(views[0].previous[0], RecordedGradedStore) else 1)
-        if not all(reads_records(view.keys, view.values) for view in views):
+        first = views[0]
+        if first.generated:
+            before = None if first.previous is None else first.previous[0]
+            return replace(self, tile=16 if isinstance(before, RecordedGradedStore) else 1)
+        if not all(map(reads_records, views)):
             return self
+        shapes = {(view.keys.shape[1], view.keys.shape[-1], view.values.shape[-1]) for view in views}
         try:
-            wide, first = replace(self, tile=16), views[0]
-            wide.check(first.tokens, first.keys.shape[1], first.keys.shape[-1], first.values.shape[-1])
+            wide = replace(self, tile=16)
+            for count in {count for count in first.real_tokens if count > self.shortest}:
+                for shape in shapes:
+                    wide.check(count, *shape)
         except (KvfoldError, ValueError):  # widths, grades or a budget that single channels alone can have
             return self
         return wide

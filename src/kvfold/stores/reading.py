@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -16,12 +16,17 @@ from kvfold.kernels.records import Records
 from kvfold.kernels.reference import Part
 from kvfold.stores.base import AttendContext, Rotary, Store
 
+if TYPE_CHECKING:
+    from kvfold.methods.base import LayerView
 
-def reads_records(keys: Tensor, values: Tensor) -> bool:
-    """Whether a kernel could decode a fold of these (..., key_dim | value_dim) from records, where they are."""
-    dim = keys.shape[-1]
-    fits = dim == values.shape[-1] and dim % TILE == 0
-    return fits and around_records.problem(keys.device, dim, 1) is None
+
+def reads_records(view: LayerView) -> bool:
+    """Whether a kernel could decode a layer's fold from records, on its device."""
+    dim = view.keys.shape[-1]
+    ordinary = (
+        dim == view.values.shape[-1] and dim % TILE == 0 and view.softcap is None and view.expand is None
+    )
+    return ordinary and around_records.problem(view.keys.device, dim, 1) is None
 
 
 class ReadsRecords(Store):

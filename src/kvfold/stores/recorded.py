@@ -254,6 +254,11 @@ def recorded(store: RotatedStore) -> RotatedStore:
     return RecordedStore.of(store) or store
 
 
+def recordable(layout: RotatedLayout) -> bool:
+    """Whether records can hold such codes."""
+    return _formats(layout) is not None
+
+
 def _formats(layout: RotatedLayout) -> list[RecordFormat] | None:
     """The record of each head, None where one cannot be."""
     if layout.key_dim != layout.value_dim or layout.key_dim > TILE * MOST_TILES:
