@@ -320,14 +320,15 @@ def test_join_is_both_segments(turned):
             positions = torch.cat([one.positions, two.positions + 41])
             assert torch.equal(both.positions[order], positions.sort().values)
             expected = torch.cat([one.keys, two.keys])[positions.argsort()]
-            assert torch.allclose(both.keys[order], expected, atol=1e-4)
+            # Fine turns are halves, and other ones for a token whose segment now begins elsewhere.
+            assert torch.allclose(both.keys[order], expected, atol=2e-3 if turned else 1e-4)
             expected = torch.cat([one.values, two.values])[positions.argsort()]
             assert torch.allclose(both.values[order], expected, atol=1e-5)
     query = torch.randn(2, 6, 2, 64, generator=generator)
     context = AttendContext(0.125, rotary=ROTARY)
     expected = merge([store.attend(query, None, context) for store in (first, second)])
     found = joined.attend(query, None, context)
-    assert torch.allclose(found[0], expected[0], atol=1e-4)
+    assert torch.allclose(found[0], expected[0], atol=1e-3 if turned else 1e-4)
     assert torch.allclose(found[1], expected[1], atol=1e-4)
     assert first.join(first) is None, "not the positions that follow"
     assert first.join(second.crop(10)) is None

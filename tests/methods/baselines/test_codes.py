@@ -10,6 +10,7 @@ import torch
 
 from kvfold.codecs.codebook import integer_levels
 from kvfold.codecs.rotation import hadamard
+from kvfold.kernels.position_bias import turned_rows
 from kvfold.methods import KIVI, ShadowKV, TurboQuant, Uniform
 from tests.methods.baselines.views import view
 from tests.stores.checks import Turn
@@ -84,6 +85,10 @@ def test_turboquant_codes_what_the_mean_before_rope_leaves(rotary):
         before = at.unrotate(keys, where) if rotary else keys.float()
         mean = before.mean(0).half().float()
         turned = at.rotate(mean.expand(len(keys), -1), where) if rotary else mean.expand(len(keys), -1)
+        if rotary:  # what is taken out: RoPE's turn, but for cosines and sines in halves
+            taken = turned_rows(mean[None], at, keys.shape[0] + pad, int(where[0]) - pad)[0, pad:]
+            assert torch.allclose(taken, turned, atol=2**-10 * float(mean.abs().max()))
+            turned = taken
         expected = np.stack([nearest(key, 3) for key in (keys - turned).numpy()]) + turned.numpy()
         assert np.allclose(out.kept(row, 1, one.rotary).keys.numpy(), expected, atol=2e-3)
         simple = np.stack([nearest(key, 3) for key in keys.numpy()])
