@@ -133,7 +133,9 @@ def evicting(
     """Figures at each of the setup's contexts, as far as the seconds go; then those of graphs and attention alone."""
     device, config, left = setup.device, setup.config, list(setup.contexts)
     ids = token_ids(config, batch, prompt, device)
-    decoding = stream(setup.model, ids, method, engine=engine, do_sample=False, max_new_tokens=left[-1] + 1)
+    # Replays of the step alone write tokens too, after the last context's.
+    most = left[-1] + method.buffer + 8
+    decoding = stream(setup.model, ids, method, engine=engine, do_sample=False, max_new_tokens=most)
     times: list[float] = []
     began = last = time.perf_counter()
     for number, _ in enumerate(decoding, 1):

@@ -166,17 +166,20 @@ def test_same_choices_on_a_gpu():
 
 
 def check_kernels(monkeypatch):
-    """By the kernels, and by plain torch: equal sums at every price, and choices as good."""
+    """By the kernels, and by plain torch: the same sums at every price but for rounding, and choices as good."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for units, choices, budgets in ((300, 7, (0, 20000, 60000, 10**9)), (70, 2, (500,))):
         distortion, cost = random_problem(2, units)
         distortion, cost = distortion[..., :choices], cost[:, :choices]
         prices = torch.logspace(-6, 3, 48).tolist()
-        plain = bytes_at_prices(distortion, cost, prices)
+        # A compiler may round a price times a cost plus a distortion once or twice.
+        most, least = (
+            bytes_at_prices(distortion, cost, [by * one for one in prices]) for by in (0.99999, 1.00001)
+        )
         with monkeypatch.context() as patch:
             patch.setattr(price.dense_decode, "problem", lambda device: None)
             found = bytes_at_prices(distortion.to(device), cost.to(device), prices)
-            assert torch.equal(found.cpu(), plain)
+            assert (least <= found.cpu()).all() and (found.cpu() <= most).all()
         for budget in budgets:
             here = allocate_at_one_price(distortion, cost, budget)
             with monkeypatch.context() as patch:
