@@ -24,16 +24,20 @@ LARGEST = tl.constexpr(0x7F000000)
 
 @triton.jit
 def _best(distortion, cost, pool, unit, units, price, CHOICES: tl.constexpr):
-    """Index of the least distortion plus price times cost, the first of equals, and its cost: (units, prices)."""
+    """Index of the least distortion plus price times cost, the first of equals, and its cost: (units, prices).
+
+    Rounded once, and said so: left to the compiler, one kernel would round twice and another not, so that choices would
+    cost more than the sums that they were chosen by.
+    """
     here = unit < units
     at = distortion + (pool.to(tl.int64) * units + unit) * CHOICES
     first = tl.load(cost + pool * CHOICES).to(tl.int32)
-    least = tl.load(at, mask=here, other=0.0)[:, None] + price[None, :] * first.to(tl.float32)
+    least = tl.fma(price[None, :], first.to(tl.float32), tl.load(at, mask=here, other=0.0)[:, None])
     choice = tl.zeros(least.shape, tl.int32)
     taken = choice + first
     for index in tl.static_range(1, CHOICES):
         own = tl.load(cost + pool * CHOICES + index).to(tl.int32)
-        value = tl.load(at + index, mask=here, other=0.0)[:, None] + price[None, :] * own.to(tl.float32)
+        value = tl.fma(price[None, :], own.to(tl.float32), tl.load(at + index, mask=here, other=0.0)[:, None])
         choice = tl.where(value < least, index, choice)
         taken = tl.where(value < least, own, taken)
         least = tl.minimum(least, value)
@@ -69,8 +73,8 @@ def _narrow(
             row = start + tl.arange(0, BLOCK)
             at = sums + row[:, None] * PRICES + which[None, :]
             total += tl.sum(tl.load(at, mask=(row < rows)[:, None], other=0), 0)
-        # Costs fall as prices rise: the first price that fits, and the one before it.
-        over = tl.sum((total.to(tl.float64) > tl.load(budget)).to(tl.int64), 0)
+        # Costs fall as prices rise, but for rounding: the last price that does not fit, and the one after it.
+        over = tl.max(tl.where(total.to(tl.float64) > tl.load(budget), which + 1, 0), 0).to(tl.int64)
         low, high = low + tl.load(bounds), low + tl.load(bounds + 1)
         own = low + (high - low) * which // (PRICES - 1)
         over = tl.minimum(over, PRICES - 1)
