@@ -1,13 +1,14 @@
 """KVSculpt beside its controls and rivals, at equal bytes: KL over generated tokens, error of every layer, seconds of a fold.
 
     python benchmarks/kvsculpt.py MODEL OUT.jsonl TEXT... [--passages 8] [--keep .3 .5 .7] [--forms NAME...] [--seconds 300]
+    python benchmarks/kvsculpt_table.py OUT.jsonl
 
-Of each text (.txt or .gz), the first --passages of eight spread evenly over it, in turn over the texts; each is read once and
-folded by every form.
+Of each text (.txt or .gz), the first --passages of eight spread evenly over it; each is read once and folded by every form.
 The 128 tokens after it are drawn from the full model (temperature 1, one seed a passage), which makes the mean KL(full || folded)
 that of whole continuations; the text's own next 128 are beside it. A layer's error is the mean squared difference that folding
 makes to its attention's output for the queries of the generated tokens, which no method has seen, with exact states before.
-What OUT has already is not done again; after --seconds nothing new is begun.
+Cells that tell most come first: every form for the first passage of each text at the first keep, then the others' keeps and
+passages for all but the forms in FIRST_ONLY. What OUT has already is not done again; after --seconds nothing new is begun.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import argparse
 import gzip
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,11 +44,7 @@ PAPER: dict[str, Any] = {
 }
 FORMS: dict[str, Callable[[float], Method]] = {
     "kvsculpt": lambda keep: KVSculpt(keep=keep),
-    "kvsculpt, cascade": lambda keep: KVSculpt(keep=keep, cascade=True),
-    "kvsculpt, uniform": lambda keep: KVSculpt(keep=keep, heads="uniform"),
     "fixed keys": lambda keep: KVSculpt(keep=keep, steps=0),
-    "fixed keys, uniform": lambda keep: KVSculpt(keep=keep, heads="uniform", steps=0),
-    "adam, uniform": lambda keep: KVSculpt(keep=keep, heads="uniform", optimiser="adam"),
     "select-fit": lambda keep: SelectFit(keep=keep),
     "select-fit, our queries and ridge": lambda keep: SelectFit(
         keep=keep, sampled=2048, ridge=1e-2, ridge_to="own"
@@ -56,9 +53,14 @@ FORMS: dict[str, Callable[[float], Method]] = {
     "snapkv": lambda keep: SnapKV(keep=keep),
     "rdkv": lambda keep: RDKV(keep=keep),
     "blockgtq": lambda keep: BlockGTQ(keep=keep),
+    "kvsculpt, uniform": lambda keep: KVSculpt(keep=keep, heads="uniform"),
+    "fixed keys, uniform": lambda keep: KVSculpt(keep=keep, heads="uniform", steps=0),
+    "adam, uniform": lambda keep: KVSculpt(keep=keep, heads="uniform", optimiser="adam"),
+    "kvsculpt, cascade": lambda keep: KVSculpt(keep=keep, cascade=True),
     "paper's kvsculpt, uniform": lambda keep: KVSculpt(keep=keep, heads="uniform", steps=1000, **PAPER),
     "paper's kvsculpt": lambda keep: KVSculpt(keep=keep, steps=1000, pilot_steps=300, **PAPER),
 }
+FIRST_ONLY = ("adam, uniform", "paper's kvsculpt, uniform", "paper's kvsculpt")
 CODES = (4, 3)
 
 
@@ -79,14 +81,27 @@ class Done(Method):
         return list(self.stores)
 
 
+@torch.no_grad()
+def continuations(model: Any, prompts: Tensor, seeds: Sequence[int]) -> Tensor:
+    """What the full model goes on with after each of (n, tokens), drawn with a seed each: (n, NEXT + 1)."""
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    found, state = [], model(prompts, use_cache=True, logits_to_keep=1)
+    for _ in range(NEXT + 1):
+        chances = state.logits[:, -1].float().softmax(-1).cpu()
+        drawn = [torch.multinomial(each, 1, generator=g) for each, g in zip(chances, generators, strict=True)]
+        found.append(torch.stack(drawn).to(prompts.device))
+        state = model(found[-1], past_key_values=state.past_key_values, use_cache=True)
+    return torch.cat(found, 1)
+
+
 class Passage:
     """A prompt, what the full model goes on with and the text does, and the full model's logits of both."""
 
-    def __init__(self, model: Any, ids: Tensor, tokens: int, seed: int, methods: list[Method]):
+    def __init__(self, model: Any, ids: Tensor, tokens: int, generated: Tensor, methods: Sequence[Method]):
         self.model, self.tokens = model, tokens
         self.prompt = ids[:, :tokens]
         self.exact = Prefill(model, self.prompt, methods)
-        self.following = {"generated": self._generate(seed), "text": ids[:, tokens : tokens + NEXT + 1]}
+        self.following = {"generated": generated, "text": ids[:, tokens : tokens + NEXT + 1]}
         self.logits = {}
         for name, following in self.following.items():
             with torch.no_grad():
@@ -94,19 +109,9 @@ class Passage:
                     torch.cat([self.prompt, following], 1), logits_to_keep=NEXT + 1, use_cache=False
                 )
             self.logits[name] = whole.logits[:, :NEXT].float()
-        whole_ids = torch.cat([self.prompt, self.following["generated"]], 1)
+        whole_ids = torch.cat([self.prompt, generated], 1)
         seen = RDKV(keep=0.5, window=NEXT + 1, queries="window")
         self.later = Prefill(model, whole_ids, [seen]).views
-
-    @torch.no_grad()
-    def _generate(self, seed: int) -> Tensor:
-        generator = torch.Generator().manual_seed(seed)
-        found, state = [], self.model(self.prompt, use_cache=True, logits_to_keep=1)
-        for _ in range(NEXT + 1):
-            chance = state.logits[0, -1].float().softmax(-1).cpu()
-            found.append(torch.multinomial(chance, 1, generator=generator)[None].to(self.prompt.device))
-            state = self.model(found[-1], past_key_values=state.past_key_values, use_cache=True)
-        return torch.cat(found, 1)
 
     def measure(self, method: Method) -> tuple[dict[str, Any], tuple[Store, ...]]:
         """A fold's KL, loss, layers' errors, bytes and seconds, and what it made."""
@@ -118,6 +123,7 @@ class Passage:
             "seconds": round(time.perf_counter() - wall, 3),
             "cpu_seconds": round(time.process_time() - cpu, 2),
         }
+        row |= of_heads(cache.report[0].get("heads", ()))
         stores = tuple(layer.segments[0].store for layer in cache.folded_layers)
         row["bytes"] = round(sum(store.nbytes for store in stores) / sum(s.full_bytes for s in stores), 5)
         for name, following in self.following.items():
@@ -145,22 +151,36 @@ class Passage:
         return (folded.float() - exact).square().view(view.keys.shape[1], -1).mean(1).cpu()
 
 
+def of_heads(heads: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """How many heads went back to the fit and how many diverged, and errors summed over heads, (of the fit, of what was kept)."""
+    heads = [head for head in heads if "held_out" in head]
+    if not heads:
+        return {}
+    return {
+        "heads": len(heads),
+        "keys_of_tokens": sum(head["keys_of_tokens"] == head["pieces"] for head in heads),
+        "diverged": sum(head["diverged"] for head in heads),
+        "trained": [float(f"{sum(head['trained'][i] for head in heads):.4g}") for i in (0, 1)],
+        "held_out": [float(f"{sum(head['held_out'][i] for head in heads):.4g}") for i in (0, 1)],
+    }
+
+
 def wait(model: Any) -> None:
     if model.device.type == "cuda":
         torch.cuda.synchronize()
 
 
-def passages(tokenizer: Any, texts: list[Path], count: int, tokens: int) -> Iterator[tuple[str, int, Tensor]]:
-    """(text, number, ids) in turn over the texts."""
-    whole = []
+def passages(tokenizer: Any, texts: list[Path], count: int, tokens: int) -> dict[tuple[int, str], Tensor]:
+    """Ids (1, tokens + NEXT + 1) of passage (number, text), by number."""
+    found = {}
     for path in texts:
         raw = path.read_bytes()
         text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8")
-        whole.append(tokenizer(text, return_tensors="pt").input_ids)
-    for number in range(count):
-        for path, ids in zip(texts, whole, strict=True):
+        ids = tokenizer(text, return_tensors="pt").input_ids
+        for number in range(count):
             start = (ids.shape[1] - tokens - NEXT - 1) * (2 * number + 1) // (2 * max(count, 8))
-            yield path.name.split(".")[0], number, ids[:, start : start + tokens + NEXT + 1]
+            found[number, path.name.split(".")[0]] = ids[:, start : start + tokens + NEXT + 1]
+    return dict(sorted(found.items(), key=lambda item: item[0][0]))
 
 
 def write(out: Path, row: dict[str, Any]) -> None:
@@ -189,35 +209,63 @@ def main() -> None:
     if args.out.exists():
         for line in args.out.read_text().splitlines():
             row = json.loads(line)
-            done.add((row["model"], row["text"], row["passage"], row["keep"], row["form"]))
+            if row["tokens"] == args.tokens:
+                done.add((row["model"], row["text"], row["passage"], row["keep"], row["form"]))
     about = {
         "model": Path(args.model).name,
         "dtype": str(model.dtype).removeprefix("torch."),
         "tokens": args.tokens,
     }
     about |= {"hardware": hardware(model.device.type), **versions()}
-    for text, number, ids in passages(tokenizer, args.texts, args.passages, args.tokens):
-        cells = [(keep, form) for keep in args.keep for form in args.forms]
-        cells = [cell for cell in cells if (about["model"], text, number, *cell) not in done]
-        if not cells or time.monotonic() > end:
-            continue
-        where = {"text": text, "passage": number}
-        methods = [FORMS[form](keep) for keep, form in cells]
-        passage = Passage(model, ids.to(model.device), args.tokens, number, methods)
+    # Every form's, in any case: a passage is read for all at once.
+    methods = [make(keep) for keep in args.keep for make in FORMS.values()]
+    ids = passages(tokenizer, args.texts, args.passages, args.tokens)
+    ids = {where: each.to(model.device) for where, each in ids.items()}
+    together = len(ids) if model.device.type == "cuda" else 1
+    generated: dict[tuple[int, str], Tensor] = {}
+    read: dict[tuple[int, str], Passage] = {}
 
-        for (keep, form), method in zip(cells, methods, strict=True):
-            if time.monotonic() > end:
-                break
-            found, stores = passage.measure(method)
-            write(args.out, {**where, "keep": keep, "form": form, **found, **about})
-            for bits in CODES if form == "kvsculpt" else ():
-                coded, _ = passage.measure(Done(stores=stores) >> BlockGTQ(bits=bits))
-                form = f"kvsculpt >> {bits} bits"
-                write(args.out, {**where, "keep": keep, "form": form, **coded, **about})
-        for bits in CODES:
-            if time.monotonic() < end and not done & {(about["model"], text, number, 1.0, f"{bits} bits")}:
-                found, _ = passage.measure(BlockGTQ(bits=bits))
-                write(args.out, {**where, "keep": 1.0, "form": f"{bits} bits", **found, **about})
+    def passage(where: tuple[int, str]) -> Passage:
+        if where not in generated:
+            some = [where] if together == 1 else list(ids)
+            prompts = torch.cat([ids[each][:, : args.tokens] for each in some])
+            found = continuations(model, prompts, [number for number, _ in some]).split(1)
+            generated.update(zip(some, found, strict=True))
+        if where not in read:
+            if len(read) == len(args.texts):
+                del read[next(iter(read))]
+            read[where] = Passage(model, ids[where], args.tokens, generated[where], methods)
+        return read[where]
+
+    def told(where: tuple[int, str], keep: float, form: str, method: Method) -> tuple[Store, ...]:
+        found, stores = passage(where).measure(method)
+        done.add((about["model"], where[1], where[0], keep, form))
+        write(args.out, {"text": where[1], "passage": where[0], "keep": keep, "form": form, **found, **about})
+        return stores
+
+    for number in range(args.passages):
+        for keep in args.keep:
+            for form in args.forms:
+                if (number or keep != args.keep[0]) and form in FIRST_ONLY:
+                    continue
+                for where in ids:
+                    if where[0] != number or (about["model"], where[1], number, keep, form) in done:
+                        continue
+                    if time.monotonic() > end:
+                        return
+                    stores = told(where, keep, form, FORMS[form](keep))
+                    for bits in CODES if form == "kvsculpt" else ():
+                        told(
+                            where,
+                            keep,
+                            f"kvsculpt >> {bits} bits",
+                            Done(stores=stores) >> BlockGTQ(bits=bits),
+                        )
+        for where in ids:
+            for bits in CODES:
+                alone = (about["model"], where[1], number, 1.0, f"{bits} bits")
+                if where[0] == number and alone not in done and time.monotonic() < end:
+                    told(where, 1.0, f"{bits} bits", BlockGTQ(bits=bits))
 
 
 if __name__ == "__main__":
