@@ -18,6 +18,7 @@ from kvfold.bench.shapes import full_bytes, token_ids
 from kvfold.bench.timing import seconds
 from kvfold.errors import KvfoldError
 from kvfold.hf import CACHE_KEYWORD
+from kvfold.hf.cache import folds_late
 from kvfold.hf.support import text_config
 from kvfold.ledger import storage_bytes
 from kvfold.methods.base import Method
@@ -32,8 +33,8 @@ def fold(setup: Setup, rounds: int = 2) -> Iterator[dict[str, Any]]:
     dict
         For each context, batch and method: "prefill_seconds" of the full cache, "seconds" with folding, "fold_seconds" the
         difference (observing attention included) and "share" of the prefill; "scratch_bytes" that folding took at its peak beside
-        exact keys and values and the new store, "layer_bytes" of one layer's keys and values, and "above_layers": both, in
-        layers, which is the peak above the folded cache.
+        exact keys and values and the new store, "layer_bytes" of one layer's keys and values, and "above_layers": what folding
+        took and the exact layers that it waited for, in layers, which is the peak above the folded cache.
     """
     model = setup.model
     layers = text_config(setup.config).num_hidden_layers
@@ -63,7 +64,7 @@ def fold(setup: Setup, rounds: int = 2) -> Iterator[dict[str, Any]]:
         layer = batch * full_bytes(setup.config, tokens, setup.dtype) // layers
         for candidate in others:
             whole = min(times[candidate.label])
-            scratch = _scratch(setup, candidate.method, ids)
+            scratch, exact = _held(setup, candidate.method, ids)
             yield about | {
                 "label": candidate.label,
                 "seconds": whole,
@@ -71,24 +72,25 @@ def fold(setup: Setup, rounds: int = 2) -> Iterator[dict[str, Any]]:
                 "share": (whole - prefill) / prefill,
                 "scratch_bytes": scratch,
                 "layer_bytes": layer,
-                "above_layers": 1 + scratch / layer,
+                "above_layers": exact + scratch / layer,
             }
             release(setup.device)
 
 
-def _scratch(setup: Setup, method: Method, ids: torch.Tensor) -> int:
-    """The most bytes that any call of the method's `fold` held beside what it was given and what it returned."""
+def _held(setup: Setup, method: Method, ids: torch.Tensor) -> tuple[int, int]:
+    """The most bytes that any call of the method's `fold` held beside what it was given and what it returned, and exact layers."""
     watched = copy.copy(method)
-    worst = 0
+    worst, exact = 0, 1
 
     def watch(views: Any) -> Any:
-        nonlocal worst
+        nonlocal worst, exact
         with peak(setup.device) as found:
             stores = method.fold(views)
         new = storage_bytes([tensor for store in stores for tensor in store.tensors().values()])
         worst = max(worst, found.most - new)
+        exact = max(exact, len(views) + folds_late(views[0]))
         return stores
 
     object.__setattr__(watched, "fold", watch)  # methods are frozen; this one is nobody else's
     fold_prompt(setup.model, ids, watched)
-    return max(worst, 0)
+    return max(worst, 0), exact

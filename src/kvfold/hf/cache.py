@@ -14,6 +14,7 @@ from kvfold.hf import bridge, inputs
 from kvfold.hf.layer import FoldedLayer
 from kvfold.hf.rotary import ModelRotary, rotary_of, uses_rotary
 from kvfold.hf.support import check_version, folds, stock_layers, text_config
+from kvfold.kernels.streams import aside, joined, reached
 from kvfold.ledger import Ledger, storage_bytes, tensor_bytes, tensors_in
 from kvfold.methods.base import Again, LayerView, Method
 from kvfold.methods.work import Work
@@ -22,6 +23,11 @@ if TYPE_CHECKING:
     import os
 
     from kvfold.stores.base import Store
+
+LATE = 1 << 28
+"""Most bytes of a layer that waits for the next before it is folded, so that a prompt's peak grows by no more than that."""
+_FOLDING = -1
+"""Number of the stream that folds late layers."""
 
 
 class FoldedCache(Cache):
@@ -79,6 +85,7 @@ class FoldedCache(Cache):
         self.reserved: list[torch.Tensor] = []
         """What an engine that is decoding has reserved for new tokens."""
         self._views: dict[int, LayerView] = {}
+        self._late: tuple[list[LayerView], torch.cuda.Event | None] | None = None
         self._account: dict[int, dict[str, Any]] = {}
         self.work = Work()
         """What the next prompt's fold tells and keeps while it works."""
@@ -212,7 +219,7 @@ class FoldedCache(Cache):
         """Forget everything: the cache is as new, told no prompt length."""
         super().reset()
         self.prompt_end, self.prompt_hash, self.report = None, None, []
-        self._views, self._account, self._recording, self.text = {}, {}, False, None
+        self._views, self._late, self._account, self._recording, self.text = {}, None, {}, False, None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens from every layer (see `transformers.Cache.crop`)."""
@@ -223,8 +230,12 @@ class FoldedCache(Cache):
     # ---- folding ----
 
     def fold_layer(self, layer: FoldedLayer, view: LayerView) -> None:
-        """Fold one layer now, or all of them once the last has been seen, as the method's granularity says."""
+        """Fold one layer, or all of them once the last has been seen, as the method's granularity says.
+
+        Now, or (`LATE`) while the device is busy with the next layer, so that the prompt does not wait for the host.
+        """
         layers = self.folded_layers
+        self.fold_late(layer)
         if layer is layers[0]:
             # A round that was interrupted leaves nothing to the next.
             self._views, self._account = {}, {}
@@ -233,20 +244,42 @@ class FoldedCache(Cache):
         self._views[layer.layer_idx] = view
         if not self.method.complete(layers.index(layer), len(layers)):
             return
-        views, self._views = self._views, {}
-        stores = self.method.fold([views[index] for index in sorted(views)])
-        said = [entry for index in sorted(views) for entry in views[index].said]
-        for index, store in zip(sorted(views), stores, strict=True):
-            target = self.layers[index]
-            assert isinstance(target, FoldedLayer)
-            target.take(self.placed(store), view.generated)
-            self.note(index, store.tokens, max(view.real_tokens), folded=True, generated=view.generated)
-            if self.progress is not None and not view.generated:
-                self.progress(index, self.num_layers)
-        if said:
-            self.report[-1].setdefault("heads", []).extend(said)
+        views, self._views = [self._views[index] for index in sorted(self._views)], {}
+        if layer is not layers[-1] and len(views) == 1 and folds_late(view):
+            self._late = views, reached(view.keys.device)
+            return
+        self._fold(views)
         if layer is layers[-1]:
             self._account = {}
+
+    def fold_late(self, layer: FoldedLayer) -> None:
+        """Fold the layer before, if it still is to be, now that the device has this one's attention to do."""
+        if self._late is None:
+            return
+        (views, after), self._late = self._late, None
+        if layer is self._first:
+            return  # of a round that was interrupted
+        device = views[0].keys.device
+        with aside(device, _FOLDING, after):
+            self._fold(views)
+            del views
+        # What has been freed here may be used again only when that work is done.
+        joined(device, _FOLDING)
+
+    def _fold(self, views: list[LayerView]) -> None:
+        stores = self.method.fold(views)
+        said = [entry for view in views for entry in view.said]
+        for view, store in zip(views, stores, strict=True):
+            target = self.layers[view.layer_idx]
+            assert isinstance(target, FoldedLayer)
+            target.take(self.placed(store), view.generated)
+            self.note(
+                view.layer_idx, store.tokens, max(view.real_tokens), folded=True, generated=view.generated
+            )
+            if self.progress is not None and not view.generated:
+                self.progress(view.layer_idx, self.num_layers)
+        if said:
+            self.report[-1].setdefault("heads", []).extend(said)
 
     def placed(self, store: Store) -> Store:
         """A store in the form that decodes fastest here; the forms for GPUs know no capped logits."""
@@ -373,6 +406,16 @@ class FoldedCache(Cache):
         from kvfold.artifact import save
 
         save(self, path, extra)
+
+
+def folds_late(view: LayerView) -> bool:
+    """Whether a layer of a prompt is folded while its device works on the next: small ones of a GPU's."""
+    return (
+        view.keys.is_cuda
+        and not view.generated
+        and view.previous is None
+        and view.keys.nbytes + view.values.nbytes <= LATE
+    )
 
 
 def _let_go(layer: Any) -> None:

@@ -255,6 +255,7 @@ class FoldedLayer(CacheLayerMixin):
             output, _ = parts[0] if len(parts) == 1 else merge(parts)
             result = output.transpose(1, 2).contiguous().to(query.dtype), None
         with torch.no_grad():
+            self.cache.fold_late(self)
             self._after_attention(call, query, key, parts)
         if self.segments and self._is_last():
             self.cache.forget_angles()
