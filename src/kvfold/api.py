@@ -83,6 +83,10 @@ def fold(
             f"inputs are what the model takes beside the prompt: leave {', '.join(sorted(known))} out"
             " (input_ids and attention_mask are arguments of fold)"
         )
+    try:
+        model._validate_model_kwargs(dict(inputs))  # as generate does
+    except ValueError as error:
+        raise KvfoldError(f"{type(model).__name__} does not take these inputs: {error}") from None
     if inputs and chunk_size is not None:
         raise KvfoldError("a prompt with further inputs (images) is read whole: leave chunk_size out")
     if inputs and method.needs.again:

@@ -237,3 +237,8 @@ def test_arguments_of_fold_are_no_further_inputs():
     model, inputs = tiny_vlm("qwen2_5_vl"), pictures()
     with pytest.raises(KvfoldError, match="leave attention_mask, input_ids out"):
         fold(model, inputs["input_ids"], Full(), inputs=inputs)
+
+
+def test_inputs_that_the_model_does_not_take():
+    with pytest.raises(KvfoldError, match=r"LlamaForCausalLM does not take these inputs.*pixel_values"):
+        fold(tiny_model("llama"), prompt(40), Full(), inputs={"pixel_values": torch.zeros(1, 3, 8, 8)})
