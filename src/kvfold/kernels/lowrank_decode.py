@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from kvfold.codecs.codebook import integer_levels
+from kvfold.codecs.packing import packed_bytes
 from kvfold.codecs.rotated import RotatedCode
 from kvfold.kernels.dense_decode import MAX_DIM, problem
 from kvfold.kernels.position_bias import FINE, Turns
 from kvfold.kernels.reference import Part
-from kvfold.kernels.triton_rotated_table import table
+from kvfold.kernels.transfer import sent
 
 __all__ = ["Factors", "attend", "choose", "fits", "key_basis", "narrow", "prepare", "problem"]
 
@@ -29,6 +30,8 @@ MAX_HEADS = 64
 """Most query heads."""
 PIECE = 1 << 13
 """Tokens in the scratch at a time: about what a cache of 50 MB holds."""
+COLUMNS = 32
+"""Of eight components each, that a program decodes of a row."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,7 @@ def prepare(keys: Factors, values: Factors, landmarks: bool) -> None:
     device = keys.factors.device
     for side in (keys, values):
         if side.code is not None:
-            table((side.code,), device)
+            _tiles(side.code, device)
         if side.scales is not None:
             _rotation(side.dim, device)
     if landmarks:
@@ -134,16 +137,17 @@ def choose(
     """
     kernels, (kv_heads, chunks, nbytes) = _kernels(), landmarks.shape
     heads, dim, block, banned = query.shape[1], query.shape[3], 128, outliers.shape[1]
-    rotation, levels = _landmark_tables(dim, query.device)
+    rotation, powers = _landmark_tables(dim, query.device)
     blocks = -(-chunks // block)
     logits = query.new_empty(heads, chunks, dtype=torch.float32)
     block_lse = query.new_empty(heads, blocks, dtype=torch.float32)
     counts = query.new_empty(sets, kernels.BINS, dtype=torch.int32)
     each = -(-blocks * kv_heads // (2 * _programs(query.device)))
     kernels.score[(-(-blocks // each), kv_heads)](
-        query.contiguous(), landmarks, scales, rotation, levels, outliers, logits, block_lse, counts, chunks, blocks, each,
-        banned, scaling, GROUP=heads // kv_heads, ROWS=_rows(heads // kv_heads), DIM=dim, DIM_UP=_power(dim),
-        NBYTES=nbytes, SETS=sets, BANNED_UP=banned and _power(banned), BLOCK=block, num_warps=8,
+        query.contiguous(), landmarks, scales, rotation, outliers, logits, block_lse, counts, chunks, blocks, each,
+        banned, scaling, *powers, GROUP=heads // kv_heads, ROWS=_rows(heads // kv_heads), DIM=dim, DIM_UP=_power(dim),
+        NBYTES=nbytes, NBYTES_UP=_power(nbytes), SETS=sets, BANNED_UP=banned and _power(banned), BLOCK=block,
+        num_warps=8, num_stages=4,
     )  # fmt: skip
     shares = query.new_empty(sets, chunks, dtype=torch.int32)
     kernels.share[(blocks, sets)](
@@ -210,7 +214,7 @@ def attend(
     width = min(128, max(16, _power(values.rank)))
     blocks = -(-values.rank // width)
     length, pieces = min(tokens, piece), -(-tokens // piece)
-    splits = max(1, _programs(device) // (sets * blocks))
+    splits = max(1, 2 * _programs(device) // (sets * blocks))
     each = max(64, -(-length // splits // 64) * 64)
     splits = -(-length // each)
     partial = query.new_empty(heads, pieces * splits, blocks * width, dtype=torch.float32)
@@ -241,15 +245,17 @@ def attend(
     part = min(width, 64)
     parts = blocks * width // part
     rebuilt = query.new_empty(heads, parts, values.dim, dtype=torch.float32)
-    kernels.rebuild[(heads, parts)](
+    kernels.rebuild[(kv_heads, parts)](
         partial, partial_lse, values.basis, values.scales if coded else query, rebuilt, pieces * splits, parts, values.rank,
-        blocks * width, _step(values.dim) if coded else 1.0, GROUP=heads // kv_heads, VALUE=values.dim, VALUE_UP=_power(values.dim),
-        SPLITS_UP=_power(pieces * splits), CODED=coded, BLOCK=part, num_warps=4,
+        blocks * width, _step(values.dim) if coded else 1.0, GROUP=heads // kv_heads, ROWS=_rows(heads // kv_heads),
+        VALUE=values.dim, VALUE_UP=_power(values.dim), SPLITS_UP=_power(pieces * splits), CODED=coded, BLOCK=part, STEP=8,
+        num_warps=8,
     )  # fmt: skip
-    kernels.finish[(heads,)](
+    kernels.finish[(heads, -(-values.dim // 32))](
         rebuilt, partial_lse, _rotation(values.dim, device) if coded else query, query if values.mean is None else values.mean,
         output, lse, pieces * splits, parts, GROUP=heads // kv_heads, VALUE=values.dim, VALUE_UP=_power(values.dim),
-        SPLITS_UP=_power(pieces * splits), BLOCKS_UP=_power(parts), CODED=coded, MEAN=values.mean is not None, num_warps=4,
+        SPLITS_UP=_power(pieces * splits), BLOCKS_UP=_power(parts), CODED=coded, MEAN=values.mean is not None,
+        BLOCK=32, num_warps=4,
     )  # fmt: skip
     return output, lse
 
@@ -278,23 +284,29 @@ class _Scratch:
             return [(rows[first:], rows, rows.shape[1]) for rows in self.rows]
         arguments: list[Any] = []
         options: dict[str, Any] = {}
+        programs = []
         for prefix, side, rows, scales, there in zip(
             ("", "VALUE_"), self.sides, self.rows, self.scales, self.there, strict=True
         ):
-            channels, levels, planes, norms = rows, rows, 0, rows
+            tiles, levels, norms, widths, eights = rows, rows, rows, 0, False
+            parts = -(-rows.shape[-1] // (8 * COLUMNS))
             if side.code is not None and side.norms is not None:
-                facts = table((side.code,), rows.device)
-                channels, levels, planes, norms = facts.channels, facts.levels, facts.planes, side.norms
-            arguments += [side.factors, norms, channels, levels, rows, scales]
+                tiles, levels, norms = *_tiles(side.code, rows.device), side.norms
+                parts = len(tiles)
+                widths = sum({1 << width for width, _ in side.code.groups})
+                eights = all(count % 8 == 0 for _, count in side.code.groups)
+            programs.append(0 if there else parts)
+            arguments += [side.factors, norms, tiles, levels, rows, scales]
             arguments += [side.rank, side.factors.shape[1], norms.shape[-1], rows.shape[-1]]
-            options |= {f"{prefix}SIZE": channels.shape[-1] if planes else 0, f"{prefix}PLANES": planes}
-            options |= {f"{prefix}CODED": side.code is not None, f"{prefix}DONE": there}
+            if not prefix:
+                arguments.append(programs[0])
+            options |= {f"{prefix}WIDTHS": widths, f"{prefix}EIGHTS": eights}
+            options |= {f"{prefix}GROUPS_UP": _power(norms.shape[-1], 1) if widths else 1}
         chosen = self.chosen
-        widest = max(rows.shape[-1] for rows in self.rows)
-        _kernels().unpack[(-(-count // 32), -(-widest // 128), 2 * self.sets)](
+        _kernels().unpack[(-(-count // 32), sum(programs), self.sets)](
             *arguments, self.rows[0] if chosen is None else chosen, self.length, count, first,
-            0 if chosen is None else chosen.shape[1], CHUNK=self.chunk, GATHERED=chosen is not None, BLOCK=32, STEP=128,
-            num_warps=4, **options,
+            0 if chosen is None else chosen.shape[1], CHUNK=self.chunk, GATHERED=chosen is not None, BLOCK=32,
+            STEP=COLUMNS, num_warps=8, **options,
         )  # fmt: skip
         return [
             (rows[first:] if there else rows, scales, rows.shape[-1])
@@ -334,18 +346,46 @@ def _rotation(dim: int, device: torch.device) -> Tensor:
 
 
 @cache
-def _landmark_tables(dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Rotation (dim, dim) float16 and levels (16,) of the code of landmarks."""
+def _landmark_tables(dim: int, device: torch.device) -> tuple[Tensor, list[float]]:
+    """Rotation (dim, dim) float16 of the code of landmarks, and an odd polynomial that is near its levels.
+
+    The polynomial's error is a twelfth of the code's own.
+    """
     ((rotation, levels),) = RotatedCode(((4, dim),)).tables(device)
-    return rotation.half(), levels
+    return rotation.half(), _polynomial(dim)
+
+
+@cache
+def _polynomial(dim: int) -> list[float]:
+    x = (torch.arange(16, dtype=torch.float64) * 2 - 15) / 16
+    powers = torch.stack([x**power for power in (1, 3, 5, 7)], 1)
+    return torch.linalg.lstsq(powers, integer_levels(4, dim).double()[:, None]).solution.flatten().tolist()
+
+
+@cache
+def _tiles(code: RotatedCode, device: torch.device) -> tuple[Tensor, Tensor]:
+    """What programs decode, (n, 8) int32, and the levels of all groups.
+
+    A row: width, group, its first component, its components, first column, first byte, first level, nothing. A column is eight
+    components, an eighth of the group apart. The last row is of a row's padding.
+    """
+    rows, books, start, byte, book = [], [], 0, 0, 0
+    for group, ((width, count), (_, levels)) in enumerate(zip(code.groups, code.tables(device), strict=True)):
+        for column in range(0, -(-count // 8), COLUMNS):
+            rows.append([width, group, start, count, column, byte, book, 0])
+        books.append(levels)
+        start, byte, book = start + count, byte + packed_bytes(count, width), book + len(levels)
+    if start % 16:
+        rows.append([0, 0, start, 16 - start % 16, 0, 0, 0, 0])
+    return sent(torch.tensor(rows, dtype=torch.int32), device), torch.cat(books)
 
 
 def _rows(n: int) -> int:
     return max(16, _power(n))
 
 
-def _power(n: int) -> int:
-    return max(16, 1 << max(n - 1, 0).bit_length())
+def _power(n: int, least: int = 16) -> int:
+    return max(least, 1 << max(n - 1, 0).bit_length())
 
 
 @cache

@@ -7,12 +7,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvfold.kernels.triton_rotated_table import GROUP as GROUP_ROW
-from kvfold.kernels.triton_rotated_table import LEVELS, PLANE
-
-_GROUP, _LEVELS, _PLANE = map(tl.constexpr, (GROUP_ROW, LEVELS, PLANE))
-
-
 BINS = 4096
 """Of a chunk's share: the logarithm of the largest that heads can give in steps of 1 / 128."""
 _BINS = tl.constexpr(BINS)
@@ -37,56 +31,66 @@ def _left_out(chunk, outliers, head, banned, BANNED_UP: tl.constexpr):
 
 
 @triton.jit
+def _level(code, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, D: tl.constexpr):
+    """Level of a 4-bit code, an odd polynomial of (2 code - 15) / 16: reading a table takes longer than the rest."""
+    x = (code.to(tl.uint16) << 1 | 0x5400).to(tl.float16, bitcast=True) - 64.9375
+    square = x * x
+    return (((D * square + C) * square + B) * square + A) * x
+
+
+@triton.jit
 def score(
-    query, landmarks, scales, rotation, levels, outliers, logits, block_lse, counts, chunks, blocks, each, banned, scaling,
+    query, landmarks, scales, rotation, outliers, logits, block_lse, counts, chunks, blocks, each, banned, scaling,
+    A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_UP: tl.constexpr, NBYTES: tl.constexpr,
-    SETS: tl.constexpr, BANNED_UP: tl.constexpr, BLOCK: tl.constexpr,
+    NBYTES_UP: tl.constexpr, SETS: tl.constexpr, BANNED_UP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Logits of one KV head's queries on some blocks of landmarks, and the log-sum-exp of each; no chunk is counted yet."""
     head = tl.program_id(1).to(tl.int64)
     if (tl.program_id(0) == 0) & (head < SETS):
         bins = tl.arange(0, _BINS)
         tl.store(counts + head * _BINS + bins, tl.zeros([_BINS], tl.int32))
-    rows, dims, columns = tl.arange(0, ROWS), tl.arange(0, DIM_UP), tl.arange(0, DIM_UP)
+    rows, dims, byte = tl.arange(0, ROWS), tl.arange(0, DIM_UP), tl.arange(0, NBYTES_UP)
     q = tl.load(
-        query + (head * GROUP + rows[:, None]) * DIM + dims[None, :],
-        mask=(rows[:, None] < GROUP) & (dims[None, :] < DIM),
+        query + (head * GROUP + rows[None, :]) * DIM + dims[:, None],
+        mask=(rows[None, :] < GROUP) & (dims[:, None] < DIM),
         other=0.0,
     ).to(tl.float32)
-    largest = _power_above(tl.max(tl.abs(q), 1))
-    turn = tl.load(
-        rotation + columns[None, :] * DIM + dims[:, None],
-        mask=(columns[None, :] < DIM) & (dims[:, None] < DIM),
-        other=0.0,
-    )
-    q = tl.dot((q / largest[:, None]).to(tl.float16), turn.to(tl.float16)).to(tl.float16)
+    largest = _power_above(tl.max(tl.abs(q), 0))
+    q = (q / largest[None, :]).to(tl.float16)
+    # A byte holds a channel of the first half and one of the second, whose padding meets a zero.
+    inside = (byte < NBYTES)[:, None] & (dims < DIM)[None, :]
+    turn = tl.load(rotation + byte[:, None] * DIM + dims[None, :], mask=inside, other=0.0)
+    first = tl.dot(turn, q).to(tl.float16)
+    inside = inside & (byte < DIM - NBYTES)[:, None]
+    turn = tl.load(rotation + (NBYTES + byte[:, None]) * DIM + dims[None, :], mask=inside, other=0.0)
+    second = tl.dot(turn, q).to(tl.float16)
     place = head * GROUP + rows
     for block in range(tl.program_id(0) * each, tl.minimum((tl.program_id(0) + 1) * each, blocks)):
         index = block * BLOCK + tl.arange(0, BLOCK)
         there = index < chunks
         line = head * chunks + index
         codes = tl.load(
-            landmarks + line[None, :] * NBYTES + (dims % NBYTES)[:, None],
-            mask=there[None, :] & (dims[:, None] < DIM),
+            landmarks + line[:, None] * NBYTES + byte[None, :],
+            mask=there[:, None] & (byte < NBYTES)[None, :],
             other=0,
         )
-        codes = codes.to(tl.int32) >> (dims // NBYTES * 4)[:, None] & 15
-        # Channels of padding have a level, which meets a zero.
-        found = tl.dot(q, tl.load(levels + codes).to(tl.float16))
+        found = tl.dot(_level(codes & 15, A, B, C, D), first)
+        found = tl.dot(_level(codes >> 4, A, B, C, D), second, found)
         scale = tl.load(scales + line, mask=there, other=0.0).to(tl.float32)
-        found = found * (largest[:, None] * scaling) * scale[None, :]
+        found = found * (largest * scaling)[None, :] * scale[:, None]
         if BANNED_UP:
             there = there & ~_left_out(index, outliers, head, banned, BANNED_UP)
-        found = tl.where(there[None, :], found, float("-inf"))
-        top = tl.max(found, 1)
+        found = tl.where(there[:, None], found, float("-inf"))
+        top = tl.max(found, 0)
         safe = tl.where(top == float("-inf"), 0.0, top)
-        total = tl.sum(tl.exp(found - safe[:, None]), 1)
+        total = tl.sum(tl.exp(found - safe[None, :]), 0)
         lse = tl.where(total == 0.0, float("-inf"), safe + tl.log(tl.where(total == 0.0, 1.0, total)))
         tl.store(block_lse + place * blocks + block, lse, mask=rows < GROUP)
         tl.store(
-            logits + place[:, None] * chunks + index[None, :],
+            logits + place[None, :] * chunks + index[:, None],
             found,
-            mask=(rows[:, None] < GROUP) & (index < chunks)[None, :],
+            mask=(rows < GROUP)[None, :] & (index < chunks)[:, None],
         )
 
 
@@ -163,81 +167,137 @@ def _token(chosen, own, row, first, selected, CHUNK: tl.constexpr, GATHERED: tl.
 
 
 @triton.jit
+def _bits(codes, component, count, mask, WIDTH: tl.constexpr):
+    """A plane's bits of some components of a group of any size."""
+    size = (count * WIDTH + 7) // 8
+    byte = tl.load(codes + (component % size)[None, :], mask=mask, other=0).to(tl.int32)
+    return byte >> (component // size * WIDTH)[None, :] & ((1 << WIDTH) - 1)
+
+
+@triton.jit
+def _put(code, levels, rows, component, factor, mask):
+    x = tl.load(levels + code, mask=mask, other=0.0) * factor[:, None]
+    tl.store(rows + component[None, :], x.to(rows.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _decode(codes, levels, rows, column, count, factor, inside, WIDTH: tl.constexpr, EIGHTS: tl.constexpr):
+    """Decode of a group the components column, column + count / 8, ...: eight, which lie in WIDTH bytes."""
+    eighth = (count + 7) // 8
+    if EIGHTS:
+        mask = inside[:, None] & (column < eighth)[None, :]
+        codes += column[None, :]
+        # `packing.pack` cuts a width into planes, the widest first.
+        twos = codes
+        if WIDTH & 4:
+            twos += 4 * eighth
+        if WIDTH & 1:
+            ones = twos
+            if WIDTH & 2:
+                ones += 2 * eighth
+            one = tl.load(ones, mask=mask, other=0).to(tl.int32)
+        for odd in tl.static_range(2):
+            if WIDTH & 2:
+                two = tl.load(twos + eighth * odd, mask=mask, other=0).to(tl.int32)
+            for pair in tl.static_range(2):
+                if WIDTH & 4:
+                    four = tl.load(codes + eighth * (2 * pair + odd), mask=mask, other=0).to(tl.int32)
+                for half in tl.static_range(2):
+                    number = 4 * half + 2 * pair + odd
+                    if WIDTH == 8:
+                        code = tl.load(codes + eighth * number, mask=mask, other=0).to(tl.int32)
+                    if WIDTH & 4:
+                        code = four >> 4 * half & 15
+                    if WIDTH & 2:
+                        bits = two >> 2 * (2 * half + pair) & 3
+                        code = code | bits << 4 if WIDTH & 4 else bits
+                    if WIDTH & 1:
+                        bits = one >> number & 1
+                        code = code | bits << (WIDTH & 6) if WIDTH > 1 else bits
+                    _put(code, levels, rows, column + eighth * number, factor, mask)
+    else:
+        for number in range(8):
+            component = column + eighth * number
+            mask = inside[:, None] & ((column < eighth) & (component < count))[None, :]
+            code = tl.zeros(mask.shape, tl.int32)
+            place = codes
+            for power in tl.static_range(3, -1, -1):
+                if WIDTH >> power & 1:
+                    above = WIDTH >> (power + 1) << (power + 1)
+                    code += _bits(place, component, count, mask, 1 << power) << above
+                    place += ((count << power) + 7) // 8
+            _put(code, levels, rows, component, factor, mask)
+
+
+@triton.jit
 def _unpack(
-    factors, norms, facts, levels, rows, scales, rank, nbytes, groups, stride, chosen, length, count, first, selected,
-    SIZE: tl.constexpr, PLANES: tl.constexpr, CHUNK: tl.constexpr, GATHERED: tl.constexpr,
-    CODED: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+    factors, norms, tiles, levels, rows, scales, rank, nbytes, groups, stride, tile, chosen, length, count, first, selected,
+    WIDTHS: tl.constexpr, EIGHTS: tl.constexpr, GROUPS_UP: tl.constexpr, CHUNK: tl.constexpr,
+    GATHERED: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Decode some tokens' factors, each divided by its largest norm; padding of a row is zero."""
-    side = tl.program_id(2)
-    own, row = (side // 2).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    line = own * length + row
+    """Decode a tile of some tokens' factors, each divided by its largest norm; padding of a row is zero."""
+    own, row = tl.program_id(2).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    line, inside = own * length + row, row < count
     # Rows beyond the last are safe to read.
     token = _token(chosen, own, tl.minimum(row, count - 1), first, selected, CHUNK, GATHERED).to(tl.int64)
-    most = tl.full([BLOCK], 0.0, tl.float32)
-    if CODED:
-        for one in range(groups):
-            most = tl.maximum(most, tl.load(norms + token * groups + one).to(tl.float32))
-        most = tl.maximum(most, 1e-30)
-        if tl.program_id(1) == 0:
-            tl.store(scales + line, most, mask=row < count)
-    begin = tl.program_id(1) * STEP
-    if begin < stride:
-        channel = begin + tl.arange(0, STEP)
-        real = channel < rank
-        if CODED:
-            code = tl.load(facts + _LEVELS * SIZE + channel, mask=real, other=0)[None, :] + tl.zeros(
-                [BLOCK, 1], tl.int32
+    rows += line[:, None] * stride
+    if WIDTHS:
+        group = tl.arange(0, GROUPS_UP)
+        norm = tl.load(
+            norms + token[:, None] * groups + group[None, :], mask=(group < groups)[None, :], other=0.0
+        ).to(tl.float32)
+        most = tl.maximum(tl.max(norm, 1), 1e-30)
+        if tile == 0:
+            tl.store(scales + line, most, mask=inside)
+        tiles += tile * 8
+        width, its = tl.load(tiles), tl.load(tiles + 1)
+        start, size = tl.load(tiles + 2), tl.load(tiles + 3)
+        column = tl.load(tiles + 4) + tl.arange(0, STEP)
+        codes = factors + token[:, None] * nbytes + tl.load(tiles + 5)
+        levels += tl.load(tiles + 6)
+        factor = tl.sum(tl.where((group == its)[None, :], norm, 0.0), 1) / most
+        if width == 0:
+            tl.store(
+                rows + start + column[None, :],
+                tl.zeros([BLOCK, STEP], rows.dtype.element_ty),
+                mask=inside[:, None] & (column < size)[None, :],
             )
-            for index in tl.static_range(4):
-                if PLANES >> index & 1:
-                    place = tl.load(facts + (_PLANE + index) * SIZE + channel, mask=real, other=240)
-                    # Neighbours are mostly of one width: most have no such plane.
-                    if tl.min(place & 255, 0) < 240:
-                        byte = tl.load(factors + token[:, None] * nbytes + (place >> 8)[None, :]).to(tl.int32)
-                        code += (byte >> (place >> 4 & 15)[None, :] & ((1 << (1 << index)) - 1)) << (
-                            place & 15
-                        )[None, :]
-            group = tl.load(facts + _GROUP * SIZE + channel, mask=real, other=0)
-            norm = tl.load(norms + token[:, None] * groups + group[None, :]).to(tl.float32)
-            x = tl.load(levels + code) * (norm / most[:, None])
-            x = tl.where(real[None, :], x, 0.0)
-        else:
-            x = tl.load(
-                factors + token[:, None] * rank + channel[None, :],
-                mask=real[None, :] & (row < count)[:, None],
-                other=0.0,
-            )
-        tl.store(
-            rows + line[:, None] * stride + channel[None, :],
-            x.to(rows.dtype.element_ty),
-            mask=(row < count)[:, None] & (channel < stride)[None, :],
+        for one in tl.static_range(1, 9):
+            if WIDTHS >> one & 1:
+                if width == one:
+                    _decode(codes, levels, rows + start, column, size, factor, inside, one, EIGHTS)
+    else:
+        column = tile * (8 * STEP) + tl.arange(0, 8 * STEP)
+        x = tl.load(
+            factors + token[:, None] * rank + column[None, :],
+            mask=inside[:, None] & (column < rank)[None, :],
+            other=0.0,
         )
+        tl.store(rows + column[None, :], x, mask=inside[:, None] & (column < stride)[None, :])
 
 
 @triton.jit
 def unpack(
-    factors, norms, facts, levels, rows, scales, rank, nbytes, groups, stride,
-    value_factors, value_norms, value_facts, value_levels, value_rows, value_scales, value_rank, value_nbytes, value_groups,
+    factors, norms, tiles, levels, rows, scales, rank, nbytes, groups, stride, parts,
+    value_factors, value_norms, value_tiles, value_levels, value_rows, value_scales, value_rank, value_nbytes, value_groups,
     value_stride, chosen, length, count, first, selected,
-    SIZE: tl.constexpr, PLANES: tl.constexpr, CODED: tl.constexpr, DONE: tl.constexpr, VALUE_SIZE: tl.constexpr,
-    VALUE_PLANES: tl.constexpr, VALUE_CODED: tl.constexpr, VALUE_DONE: tl.constexpr, CHUNK: tl.constexpr,
-    GATHERED: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+    WIDTHS: tl.constexpr, EIGHTS: tl.constexpr, GROUPS_UP: tl.constexpr, VALUE_WIDTHS: tl.constexpr,
+    VALUE_EIGHTS: tl.constexpr, VALUE_GROUPS_UP: tl.constexpr, CHUNK: tl.constexpr, GATHERED: tl.constexpr,
+    BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """`_unpack` keys' factors and values', but for those that are read where they lie."""
-    if tl.program_id(2) % 2 == 0:
-        if not DONE:
-            _unpack(
-                factors, norms, facts, levels, rows, scales, rank, nbytes, groups, stride, chosen, length, count, first,
-                selected, SIZE, PLANES, CHUNK, GATHERED, CODED, BLOCK, STEP,
-            )  # fmt: skip
+    """`_unpack` keys' factors, in the first `parts` programs of the second axis, and values'."""
+    tile = tl.program_id(1)
+    if tile < parts:
+        _unpack(
+            factors, norms, tiles, levels, rows, scales, rank, nbytes, groups, stride, tile, chosen, length, count, first,
+            selected, WIDTHS, EIGHTS, GROUPS_UP, CHUNK, GATHERED, BLOCK, STEP,
+        )  # fmt: skip
     else:
-        if not VALUE_DONE:
-            _unpack(
-                value_factors, value_norms, value_facts, value_levels, value_rows, value_scales, value_rank, value_nbytes,
-                value_groups, value_stride, chosen, length, count, first, selected, VALUE_SIZE, VALUE_PLANES, CHUNK,
-                GATHERED, VALUE_CODED, BLOCK, STEP,
-            )  # fmt: skip
+        _unpack(
+            value_factors, value_norms, value_tiles, value_levels, value_rows, value_scales, value_rank, value_nbytes,
+            value_groups, value_stride, tile - parts, chosen, length, count, first, selected, VALUE_WIDTHS,
+            VALUE_EIGHTS, VALUE_GROUPS_UP, CHUNK, GATHERED, BLOCK, STEP,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -406,55 +466,80 @@ def mix(
 @triton.jit
 def rebuild(
     partial, partial_lse, basis, scales, output, splits, blocks, rank, padded, step,
-    GROUP: tl.constexpr, VALUE: tl.constexpr, VALUE_UP: tl.constexpr, SPLITS_UP: tl.constexpr, CODED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, VALUE: tl.constexpr, VALUE_UP: tl.constexpr, SPLITS_UP: tl.constexpr,
+    CODED: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Merge one head's splits by their log-sum-exp; what some components of the mixture are in its basis."""
-    head, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    split, dims = tl.arange(0, SPLITS_UP), tl.arange(0, VALUE_UP)
+    """Merge splits of one KV head's queries by their log-sum-exp; what some components of the mixtures are in its basis."""
+    own, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    m, split, dims = tl.arange(0, ROWS), tl.arange(0, SPLITS_UP), tl.arange(0, VALUE_UP)
     component = part * BLOCK + tl.arange(0, BLOCK)
     real, wide = component < rank, dims < VALUE
-    logs = tl.load(partial_lse + head * splits + split, mask=split < splits, other=float("-inf"))
-    top = tl.max(logs, 0)
-    weights = tl.exp(logs - tl.where(top == float("-inf"), 0.0, top))
-    total = tl.sum(weights, 0)
-    states = tl.load(
-        partial + (head * splits + split[:, None]) * padded + component[None, :],
-        mask=split[:, None] < splits,
-        other=0.0,
-    )
-    mixed = tl.sum(states * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
-    line = head // GROUP * rank + component
+    line, head = own * rank + component, own * GROUP + m
     inside = real[:, None] & wide[None, :]
-    rows = tl.load(basis + line[:, None] * VALUE + dims[None, :], mask=inside, other=0).to(tl.float32)
+    rows = tl.load(basis + line[:, None] * VALUE + dims[None, :], mask=inside, other=0)
+    logs = tl.load(
+        partial_lse + head[:, None] * splits + split[None, :],
+        mask=(m < GROUP)[:, None] & (split < splits)[None, :],
+        other=float("-inf"),
+    )
+    top = tl.max(logs, 1)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(tl.exp(logs - top[:, None]), 1)
+    mixed = tl.zeros([ROWS, BLOCK], tl.float32)
+    for begin in range(0, splits, STEP):
+        # Apart, so that reads are under way together.
+        for after in tl.static_range(STEP):
+            there = m < tl.where(begin + after < splits, GROUP, 0)
+            place = head * splits + begin + after
+            weight = tl.exp(tl.load(partial_lse + place, mask=there, other=float("-inf")) - top)
+            states = tl.load(
+                partial + place[:, None] * padded + component[None, :],
+                mask=there[:, None],
+                other=0.0,
+            )
+            mixed += states * weight[:, None]
+    mixed /= tl.where(total == 0.0, 1.0, total)[:, None]
     if CODED:
-        mixed *= tl.load(scales + line, mask=real, other=0.0).to(tl.float32) * step
-        rows = tl.where(inside, rows - 127.5, 0.0)
-    tl.store(output + (head * blocks + part) * VALUE + dims, tl.sum(mixed[:, None] * rows, 0), mask=wide)
+        mixed *= (tl.load(scales + line, mask=real, other=0.0).to(tl.float32) * step)[None, :]
+        # 256 and the code, as bits
+        rows = (rows.to(tl.uint16) << 2 | 0x5C00).to(tl.float16, bitcast=True) - 383.5
+    # Two parts of 16 bits are nearly all of a number.
+    largest = _power_above(tl.max(tl.abs(mixed), 1))
+    mixed /= largest[:, None]
+    high = mixed.to(rows.dtype)
+    found = tl.dot((mixed - high.to(tl.float32)).to(rows.dtype), rows)
+    found = tl.dot(high, rows, found) * largest[:, None]
+    tl.store(
+        output + (head[:, None] * blocks + part) * VALUE + dims[None, :],
+        found,
+        mask=(m < GROUP)[:, None] & wide[None, :],
+    )
 
 
 @triton.jit
 def finish(
     parts, partial_lse, rotation, mean, output, lse, splits, blocks,
     GROUP: tl.constexpr, VALUE: tl.constexpr, VALUE_UP: tl.constexpr, SPLITS_UP: tl.constexpr, BLOCKS_UP: tl.constexpr,
-    CODED: tl.constexpr, MEAN: tl.constexpr,
+    CODED: tl.constexpr, MEAN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add up one head's components, turn them back, and add the mean."""
+    """Add up one head's components, turn them back, and add the mean: some channels."""
     head = tl.program_id(0).to(tl.int64)
-    split, dims, part = tl.arange(0, SPLITS_UP), tl.arange(0, VALUE_UP), tl.arange(0, BLOCKS_UP)
+    split, dims, part = tl.arange(0, SPLITS_UP), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCKS_UP)
     wide = dims < VALUE
     logs = tl.load(partial_lse + head * splits + split, mask=split < splits, other=float("-inf"))
     top = tl.max(logs, 0)
     safe = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum(tl.exp(logs - safe), 0)
+    inner = dims
+    if CODED:
+        inner = tl.arange(0, VALUE_UP)
     found = tl.load(
-        parts + (head * blocks + part[:, None]) * VALUE + dims[None, :],
-        mask=(part < blocks)[:, None] & wide[None, :],
+        parts + (head * blocks + part[:, None]) * VALUE + inner[None, :],
+        mask=(part < blocks)[:, None] & (inner < VALUE)[None, :],
         other=0.0,
     )
     found = tl.sum(found, 0)
     if CODED:
-        inner = tl.arange(0, VALUE_UP)
         turn = tl.load(
             rotation + inner[:, None] * VALUE + dims[None, :],
             mask=(inner < VALUE)[:, None] & wide[None, :],
@@ -465,6 +550,8 @@ def finish(
         found += tl.load(mean + head // GROUP * VALUE + dims, mask=wide, other=0.0).to(tl.float32)
     found = tl.where(total == 0.0, 0.0, found)
     tl.store(output + head * VALUE + dims, found, mask=wide)
-    tl.store(
-        lse + head, tl.where(total == 0.0, float("-inf"), safe + tl.log(tl.where(total == 0.0, 1.0, total)))
-    )
+    if tl.program_id(1) == 0:
+        tl.store(
+            lse + head,
+            tl.where(total == 0.0, float("-inf"), safe + tl.log(tl.where(total == 0.0, 1.0, total))),
+        )
