@@ -174,9 +174,10 @@ def attend(
     chunk: int = 1,
     outliers: Tensor | None = None,
     basis: tuple[Tensor, Tensor] | None = None,
+    near: Part | None = None,
     piece: int = PIECE,
 ) -> Part:
-    """Attention of one query a head over all tokens in factors, or over chosen chunks.
+    """Attention of one query a head over all tokens in factors, or over chosen chunks, and over others beside them.
 
     Parameters
     ----------
@@ -196,12 +197,14 @@ def attend(
         Chunks that a KV head does not read.
     basis : (Tensor, Tensor), optional
         Of `key_basis`.
+    near : (outputs (1, heads, splits, value_dim) float32, log-sum-exp (1, heads, splits) float32), optional
+        Of other tokens, by splits (`dense_decode.partials`).
     piece : int
         Tokens decoded at a time; a multiple of 128.
 
     Returns
     -------
-    (output (1, heads, 1, value_dim), log-sum-exp (1, heads, 1)), float32
+    (output (1, heads, 1, value_dim), in the query's dtype with `near` and float32 without; log-sum-exp (1, heads, 1) float32)
     """
     kernels, heads, device = _kernels(), query.shape[1], query.device
     kv_heads, dim = keys.basis.shape[0], keys.dim
@@ -239,7 +242,7 @@ def attend(
             HEADS=heads // sets, ROWS=_rows(heads // sets), WIDTH=width, SCALED=values.code is not None,
             BLOCK=64, num_warps=4, num_stages=3,
         )  # fmt: skip
-    output = query.new_empty(1, heads, 1, values.dim, dtype=torch.float32)
+    output = query.new_empty(1, heads, 1, values.dim, dtype=torch.float32 if near is None else query.dtype)
     lse = query.new_empty(1, heads, 1, dtype=torch.float32)
     coded = values.scales is not None
     part = min(width, 64)
@@ -253,8 +256,10 @@ def attend(
     )  # fmt: skip
     kernels.finish[(heads, -(-values.dim // 32))](
         rebuilt, partial_lse, _rotation(values.dim, device) if coded else query, query if values.mean is None else values.mean,
-        output, lse, pieces * splits, parts, GROUP=heads // kv_heads, VALUE=values.dim, VALUE_UP=_power(values.dim),
-        SPLITS_UP=_power(pieces * splits), BLOCKS_UP=_power(parts), CODED=coded, MEAN=values.mean is not None,
+        *(near or (partial, partial_lse)), output, lse, pieces * splits, parts, 0 if near is None else near[1].shape[2],
+        GROUP=heads // kv_heads, VALUE=values.dim, VALUE_UP=_power(values.dim),
+        SPLITS_UP=_power(pieces * splits), BLOCKS_UP=_power(parts),
+        NEAR_UP=0 if near is None else _power(near[1].shape[2]), CODED=coded, MEAN=values.mean is not None,
         BLOCK=32, num_warps=4,
     )  # fmt: skip
     return output, lse
@@ -351,7 +356,7 @@ def _landmark_tables(dim: int, device: torch.device) -> tuple[Tensor, list[float
 
     The polynomial's error is a twelfth of the code's own.
     """
-    ((rotation, levels),) = RotatedCode(((4, dim),)).tables(device)
+    ((rotation, _),) = RotatedCode(((4, dim),)).tables(device)
     return rotation.half(), _polynomial(dim)
 
 

@@ -263,7 +263,8 @@ def _unpack(
                 mask=inside[:, None] & (column < size)[None, :],
             )
         for one in tl.static_range(1, 9):
-            if WIDTHS >> one & 1:
+            # Apart: the outer one is decided when this is compiled.
+            if WIDTHS >> one & 1:  # noqa: SIM102
                 if width == one:
                     _decode(codes, levels, rows + start, column, size, factor, inside, one, EIGHTS)
     else:
@@ -351,6 +352,8 @@ def logits(
     dims, components, m = tl.arange(0, DIM_UP), tl.arange(0, STEP), tl.arange(0, ROWS)
     line = own * length + row
     inside, wide = row < count, dims < DIM
+    # Asked for early: the tables' rows depend on it.
+    token = _token(chosen, own, tl.minimum(row, count - 1), first, selected, CHUNK, GATHERED)
     keys = tl.zeros([BLOCK, DIM_UP], tl.float32)
     for begin in range(0, rank, STEP):
         component = begin + components
@@ -371,7 +374,6 @@ def logits(
         keys *= tl.load(scales + line, mask=inside, other=0.0)[:, None]
     if MEAN:
         keys += tl.load(mean + head * DIM + dims, mask=wide, other=0.0).to(tl.float32)[None, :]
-    token = _token(chosen, own, tl.minimum(row, count - 1), first, selected, CHUNK, GATHERED)
     queries = query + (head * GROUP + m[None, :]) * DIM
     there = wide[:, None] & (m < GROUP)[None, :]
     q = tl.load(queries + dims[:, None], mask=there, other=0.0).to(tl.float32)
@@ -518,13 +520,17 @@ def rebuild(
 
 @triton.jit
 def finish(
-    parts, partial_lse, rotation, mean, output, lse, splits, blocks,
+    parts, partial_lse, rotation, mean, near, near_lse, output, lse, splits, blocks, near_splits,
     GROUP: tl.constexpr, VALUE: tl.constexpr, VALUE_UP: tl.constexpr, SPLITS_UP: tl.constexpr, BLOCKS_UP: tl.constexpr,
-    CODED: tl.constexpr, MEAN: tl.constexpr, BLOCK: tl.constexpr,
+    NEAR_UP: tl.constexpr, CODED: tl.constexpr, MEAN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add up one head's components, turn them back, and add the mean: some channels."""
+    """Add up one head's components, turn them back, add the mean, and merge with splits of other tokens: some channels."""
     head = tl.program_id(0).to(tl.int64)
-    split, dims, part = tl.arange(0, SPLITS_UP), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCKS_UP)
+    split, dims, part = (
+        tl.arange(0, SPLITS_UP),
+        tl.program_id(1) * BLOCK + tl.arange(0, BLOCK),
+        tl.arange(0, BLOCKS_UP),
+    )
     wide = dims < VALUE
     logs = tl.load(partial_lse + head * splits + split, mask=split < splits, other=float("-inf"))
     top = tl.max(logs, 0)
@@ -549,9 +555,22 @@ def finish(
     if MEAN:
         found += tl.load(mean + head // GROUP * VALUE + dims, mask=wide, other=0.0).to(tl.float32)
     found = tl.where(total == 0.0, 0.0, found)
-    tl.store(output + head * VALUE + dims, found, mask=wide)
-    if tl.program_id(1) == 0:
-        tl.store(
-            lse + head,
-            tl.where(total == 0.0, float("-inf"), safe + tl.log(tl.where(total == 0.0, 1.0, total))),
+    all_lse = tl.where(total == 0.0, float("-inf"), safe + tl.log(tl.where(total == 0.0, 1.0, total)))
+    if NEAR_UP:
+        other = tl.arange(0, NEAR_UP)
+        logs = tl.load(near_lse + head * near_splits + other, mask=other < near_splits, other=float("-inf"))
+        states = tl.load(
+            near + (head * near_splits + other[:, None]) * VALUE + dims[None, :],
+            mask=(other < near_splits)[:, None] & wide[None, :],
+            other=0.0,
         )
+        top = tl.maximum(tl.max(logs, 0), all_lse)
+        safe = tl.where(top == float("-inf"), 0.0, top)
+        weights, far = tl.exp(logs - safe), tl.exp(all_lse - safe)
+        total = tl.sum(weights, 0) + far
+        found = tl.sum(states * weights[:, None], 0) + found * far
+        found /= tl.where(total == 0.0, 1.0, total)
+        all_lse = tl.where(total == 0.0, float("-inf"), safe + tl.log(tl.where(total == 0.0, 1.0, total)))
+    tl.store(output + head * VALUE + dims, found.to(output.dtype.element_ty), mask=wide)
+    if tl.program_id(1) == 0:
+        tl.store(lse + head, all_lse)

@@ -109,8 +109,9 @@ def _decode_row(
         chunk=max(store.layout.chunk, 1),
         outliers=parts.get("outliers"),
         basis=basis,
+        near=near if before is None else None,
     )
-    return dense_decode.merged(query, near, far if before is None else merge([far, before]))
+    return far if before is None else dense_decode.merged(query, near, merge([far, before]))
 
 
 def _turns(store: LowRankStore, row: int, context: AttendContext, device: torch.device) -> Turns | None:
