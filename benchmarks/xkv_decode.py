@@ -1,6 +1,6 @@
 """One decode step over a window that xKV folded, all tokens or chosen chunks, beside attention over the full cache; on a GPU.
 
-    python benchmarks/xkv_decode.py OUT.json [--tokens 65536 131072] [--repeats 30] [--cases 9]
+    python benchmarks/xkv_decode.py OUT.json [--tokens 65536 131072] [--repeats 30] [--cases 0 3 6]
 
 Four layers of Llama-3.1-8B's shape, bfloat16, with random keys and values whose components decay as those of Qwen 1.5B's
 windows do (docs/xkv.md), folded by `XKV`. Times are microseconds a layer of a CUDA graph of the window's four, the GPU's
@@ -182,7 +182,9 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("--tokens", type=int, nargs="+", default=[65536, 131072])
     parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--cases", type=int, default=len(CASES), help="only the first ones")
+    parser.add_argument(
+        "--cases", type=int, nargs="+", default=range(len(CASES)), help="only these, counted from 0"
+    )
     arguments = parser.parse_args()
     clock = Clock(arguments.repeats)
     with torch.device("meta"):
@@ -197,7 +199,7 @@ def main() -> None:
         times = full(views, queries, clock)
         found["rows"].append({"tokens": tokens, "case": "full", "us": times})
         print(tokens, {name: round(us, 1) for name, us in times.items()}, flush=True)
-        for name, options in list(CASES.items())[: arguments.cases]:
+        for name, options in (list(CASES.items())[case] for case in arguments.cases):
             torch.cuda.synchronize()
             start = time.perf_counter()
             stores = XKV(**{"split": False, "solver": "subspace", **options}).fold(views)

@@ -287,32 +287,30 @@ class _Scratch:
         """For keys and for values: rows, factors on them, and numbers from one row to the next."""
         if all(self.there):
             return [(rows[first:], rows, rows.shape[1]) for rows in self.rows]
-        arguments: list[Any] = []
-        options: dict[str, Any] = {}
-        programs = []
-        for prefix, side, rows, scales, there in zip(
-            ("", "VALUE_"), self.sides, self.rows, self.scales, self.there, strict=True
-        ):
-            tiles, levels, norms, widths, eights = rows, rows, rows, 0, False
-            parts = -(-rows.shape[-1] // (8 * COLUMNS))
+        sides = []
+        for side, rows, scales in zip(self.sides, self.rows, self.scales, strict=True):
+            tiles, levels, norms, parts = rows, rows, rows, -(-rows.shape[-1] // (8 * COLUMNS))
             if side.code is not None and side.norms is not None:
                 tiles, levels, norms = *_tiles(side.code, rows.device), side.norms
                 parts = len(tiles)
-                widths = sum({1 << width for width, _ in side.code.groups})
-                eights = all(count % 8 == 0 for _, count in side.code.groups)
-            programs.append(0 if there else parts)
-            arguments += [side.factors, norms, tiles, levels, rows, scales]
-            arguments += [side.rank, side.factors.shape[1], norms.shape[-1], rows.shape[-1]]
-            if not prefix:
-                arguments.append(programs[0])
-            options |= {f"{prefix}WIDTHS": widths, f"{prefix}EIGHTS": eights}
-            options |= {f"{prefix}GROUPS_UP": _power(norms.shape[-1], 1) if widths else 1}
+            tensors = side.factors, norms, tiles, levels, rows, scales
+            sizes = side.rank, side.factors.shape[1], norms.shape[-1], rows.shape[-1]
+            sides.append((tensors, sizes, parts, side.code))
         chosen = self.chosen
-        _kernels().unpack[(-(-count // 32), sum(programs), self.sets)](
-            *arguments, self.rows[0] if chosen is None else chosen, self.length, count, first,
-            0 if chosen is None else chosen.shape[1], CHUNK=self.chunk, GATHERED=chosen is not None, BLOCK=32,
-            STEP=COLUMNS, num_warps=8, **options,
-        )  # fmt: skip
+        # Of other types they have a launch each.
+        alike = [tensor.dtype for tensor in sides[0][0]] == [tensor.dtype for tensor in sides[1][0]]
+        for (tensors, sizes, parts, code), other in (
+            [(sides[0], sides[1])] if alike else [(side, None) for side in sides]
+        ):
+            more = other or (tensors, sizes, 0, code)
+            codes = [one for one in (code, more[3]) if one is not None]
+            _kernels().unpack[(-(-count // 32), parts + more[2], self.sets)](
+                *tensors, *sizes, parts, *more[0], *more[1], self.rows[0] if chosen is None else chosen, self.length, count,
+                first, 0 if chosen is None else chosen.shape[1], CODED=bool(codes),
+                EIGHTS=all(count % 8 == 0 for one in codes for _, count in one.groups),
+                GROUPS_UP=max((_power(len(one.groups), 8) for one in codes), default=8), CHUNK=self.chunk,
+                GATHERED=chosen is not None, BLOCK=32, STEP=COLUMNS, num_warps=8,
+            )  # fmt: skip
         return [
             (rows[first:] if there else rows, scales, rows.shape[-1])
             for rows, scales, there in zip(self.rows, self.scales, self.there, strict=True)

@@ -229,19 +229,34 @@ def _decode(codes, levels, rows, column, count, factor, inside, WIDTH: tl.conste
             _put(code, levels, rows, component, factor, mask)
 
 
-@triton.jit
-def _unpack(
-    factors, norms, tiles, levels, rows, scales, rank, nbytes, groups, stride, tile, chosen, length, count, first, selected,
-    WIDTHS: tl.constexpr, EIGHTS: tl.constexpr, GROUPS_UP: tl.constexpr, CHUNK: tl.constexpr,
-    GATHERED: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+_SIZES = ["rank", "nbytes", "groups", "parts", "length", "count", "first", "selected"]
+"""Whose values differ from window to window: a kernel for each kind of them would cost more time than it saves."""
+
+
+@triton.jit(do_not_specialize=[*_SIZES, "value_rank", "value_nbytes", "value_groups"])
+def unpack(
+    factors, norms, tiles, levels, rows, scales, rank, nbytes, groups, stride, parts,
+    value_factors, value_norms, value_tiles, value_levels, value_rows, value_scales, value_rank, value_nbytes, value_groups,
+    value_stride, chosen, length, count, first, selected,
+    CODED: tl.constexpr, EIGHTS: tl.constexpr, GROUPS_UP: tl.constexpr, CHUNK: tl.constexpr, GATHERED: tl.constexpr,
+    BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Decode a tile of some tokens' factors, each divided by its largest norm; padding of a row is zero."""
+    """Decode a tile of some tokens' factors, each divided by its largest norm; padding of a row is zero.
+
+    The first `parts` programs of the second axis are keys', the others values'.
+    """
+    tile = tl.program_id(1)
+    if tile >= parts:
+        tile -= parts
+        factors, norms, tiles, levels = value_factors, value_norms, value_tiles, value_levels
+        rows, scales = value_rows, value_scales
+        rank, nbytes, groups, stride = value_rank, value_nbytes, value_groups, value_stride
     own, row = tl.program_id(2).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     line, inside = own * length + row, row < count
     # Rows beyond the last are safe to read.
     token = _token(chosen, own, tl.minimum(row, count - 1), first, selected, CHUNK, GATHERED).to(tl.int64)
     rows += line[:, None] * stride
-    if WIDTHS:
+    if CODED:
         group = tl.arange(0, GROUPS_UP)
         norm = tl.load(
             norms + token[:, None] * groups + group[None, :], mask=(group < groups)[None, :], other=0.0
@@ -263,10 +278,8 @@ def _unpack(
                 mask=inside[:, None] & (column < size)[None, :],
             )
         for one in tl.static_range(1, 9):
-            # Apart: the outer one is decided when this is compiled.
-            if WIDTHS >> one & 1:  # noqa: SIM102
-                if width == one:
-                    _decode(codes, levels, rows + start, column, size, factor, inside, one, EIGHTS)
+            if width == one:
+                _decode(codes, levels, rows + start, column, size, factor, inside, one, EIGHTS)
     else:
         column = tile * (8 * STEP) + tl.arange(0, 8 * STEP)
         x = tl.load(
@@ -275,30 +288,6 @@ def _unpack(
             other=0.0,
         )
         tl.store(rows + column[None, :], x, mask=inside[:, None] & (column < stride)[None, :])
-
-
-@triton.jit
-def unpack(
-    factors, norms, tiles, levels, rows, scales, rank, nbytes, groups, stride, parts,
-    value_factors, value_norms, value_tiles, value_levels, value_rows, value_scales, value_rank, value_nbytes, value_groups,
-    value_stride, chosen, length, count, first, selected,
-    WIDTHS: tl.constexpr, EIGHTS: tl.constexpr, GROUPS_UP: tl.constexpr, VALUE_WIDTHS: tl.constexpr,
-    VALUE_EIGHTS: tl.constexpr, VALUE_GROUPS_UP: tl.constexpr, CHUNK: tl.constexpr, GATHERED: tl.constexpr,
-    BLOCK: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
-    """`_unpack` keys' factors, in the first `parts` programs of the second axis, and values'."""
-    tile = tl.program_id(1)
-    if tile < parts:
-        _unpack(
-            factors, norms, tiles, levels, rows, scales, rank, nbytes, groups, stride, tile, chosen, length, count, first,
-            selected, WIDTHS, EIGHTS, GROUPS_UP, CHUNK, GATHERED, BLOCK, STEP,
-        )  # fmt: skip
-    else:
-        _unpack(
-            value_factors, value_norms, value_tiles, value_levels, value_rows, value_scales, value_rank, value_nbytes,
-            value_groups, value_stride, tile - parts, chosen, length, count, first, selected, VALUE_WIDTHS,
-            VALUE_EIGHTS, VALUE_GROUPS_UP, CHUNK, GATHERED, BLOCK, STEP,
-        )  # fmt: skip
 
 
 @triton.jit
