@@ -109,8 +109,12 @@ def test_bounded_least_squares_is_scipys(high):
         low = float(np.exp(-3))
         expected = lsq_linear(a, b, bounds=(low, high), tol=1e-12).x
         assert (expected > high - 1e-6).any() and (expected < low + 1e-6).any()
-    arrays = [torch.tensor(x, dtype=torch.float32) for x in (a, b)]
-    found = bounded_least_squares(*arrays, low, high).numpy()
+    # Beside another problem, whose steps are others.
+    other = np.exp(rng.normal(size=(80, 12)))
+    both = torch.tensor(np.stack([other, a])), torch.tensor(np.stack([other.sum(1), b]))
+    gram, moment = both[0].mT @ both[0], (both[0].mT @ both[1][..., None])[..., 0]
+    first, found = bounded_least_squares(gram, moment, low, high).numpy()
+    assert high < 1 or np.allclose(first, 1, atol=0.02)
     assert (found >= low * 0.999).all() and (found <= high * 1.001).all()
     loss = np.square(a @ found - b).sum()
     assert loss <= np.square(a @ expected - b).sum() * (1 + 1e-4)

@@ -247,14 +247,20 @@ def test_the_main_run_starts_where_the_pilot_ended(monkeypatch):
     assert len(one_pilot[1]) == len(one_pilot[0])
 
 
-def test_slices_do_not_change_what_comes_out(monkeypatch):
-    one = prompt()
-    method = KVSculpt(keep=0.3, sinks=2, window=6, horizon=16)
-    (whole,) = method.fold([one])
+@pytest.mark.parametrize("chunk", [None, 60])
+def test_slices_do_not_change_what_comes_out(monkeypatch, chunk):
+    """Nor does it which layers are distilled together."""
+    views = [prompt(num_layers=2), prompt(seed=1, layer_idx=1, num_layers=2)]
+    solved, real = [], KVSculpt._solve
+    monkeypatch.setattr(KVSculpt, "_solve", lambda *given: solved.append(1) or real(*given))
+    method = KVSculpt(keep=0.3, sinks=2, window=6, horizon=16, chunk=chunk)
+    together = method.fold(views)
+    few = len(solved)
     monkeypatch.setattr(kvsculpt, "SLICE_BYTES", (1, 1))
-    (sliced,) = method.fold([one])
-    for name, tensor in whole.buffers.items():
-        assert torch.allclose(sliced.buffers[name].float(), tensor.float(), atol=2e-2), name
+    for whole, sliced in zip(together, method.fold(views), strict=True):
+        for name, tensor in whole.buffers.items():
+            assert torch.allclose(sliced.buffers[name].float(), tensor.float(), atol=2e-2), name
+    assert len(solved) - few == 2 * 4 * (1 if chunk is None else 3) > few
 
 
 @pytest.mark.parametrize("chunk", [20, 47, 1])

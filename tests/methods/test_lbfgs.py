@@ -137,9 +137,9 @@ def test_steps_meet_strong_wolfe():
     index = torch.arange(4)
     for _ in range(5):
         loss, gradient = fits(solver.x, index)
-        direction, fresh = solver._direction(gradient, index)
+        direction, fresh = solver._direction(gradient)
         length = torch.where(fresh, 1 / gradient.norm(dim=1), 1.0)
-        step, after, there = solver._search(fits, index, direction, length, loss, gradient)
+        step, after, there = solver._search(fits, index >= 0, direction, length, loss, gradient)
         slope = (gradient * direction).sum(1)
         assert bool((after <= loss + 1e-4 * step * slope + 1e-12).all())
         assert bool(((there * direction).sum(1).abs() <= 0.5 * slope.abs() + 1e-12).all())

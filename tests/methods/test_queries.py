@@ -120,7 +120,7 @@ def test_tokens_apart_from_all_else():
 def test_what_is_beside_does_not_depend_on_how_many_at_a_time(monkeypatch):
     one = view(pads=(0, 25), softcap=3.0)
     whole = training(one, 1, 0, "reread", window=6, horizon=7)
-    monkeypatch.setattr(queries, "BESIDE", 2)
+    monkeypatch.setattr(queries, "BESIDE", (2, 2))
     parts = training(one, 1, 0, "reread", window=6, horizon=7)
     assert torch.allclose(whole.beside_lse, parts.beside_lse, atol=1e-5)
     assert torch.allclose(whole.beside_output, parts.beside_output, atol=1e-5)

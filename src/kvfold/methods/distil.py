@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import threshold
+from torch.nn.functional import pad, threshold
 from torch.nn.utils.rnn import pad_sequence
 
 from kvfold.kernels.reference import Part, soft_cap
 from kvfold.methods.fit import ridge_values
 from kvfold.methods.queries import Training
 
-WEIGHTS_BYTES = 1 << 26
-"""Of attention weights that are held at once."""
+WEIGHTS_BYTES = (1 << 28, 1 << 26)
+"""Of attention weights that are held at once: where many cores want work, and on a CPU."""
 NOTHING = 1e-20
 """Attention weights below are none: products with what is no normal number take a CPU eight times as long."""
 
@@ -115,7 +115,7 @@ class Batch:
 
     def _parts(self, index: Tensor) -> Sequence[Tensor]:
         each = 4 * self.asked.queries.shape[1] * self.keys.shape[1]
-        return index.split(max(WEIGHTS_BYTES // each, 1))
+        return index.split(max(WEIGHTS_BYTES[index.device.type == "cpu"] // each, 1))
 
     def __call__(self, x: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
         """Loss and gradient of the flattened keys x (n, kept * key_dim) of the heads of an index (n,).
@@ -157,20 +157,25 @@ class Batch:
         -------
         Zeros for heads whose keys are not finite.
         """
-        values = torch.zeros_like(towards)
-        for head, count in enumerate(self.counts):
-            if not bool(keys[head].isfinite().all()):
-                continue
-            one = torch.tensor([head], device=keys.device)
-            weights, _, rest, _ = self._attend(keys[one], one)
-            lacking = self.asked.output[head] - rest[0, :, None] * self.asked.rest_output[head]
-            used = self.asked.learned[head] > 0
-            if everything:
-                used = used | (self.asked.held[head] > 0)
-            values[head, :count] = ridge_values(
-                weights[0, used, :count], lacking[used], ridge, towards[head, :count]
+        finite = keys.isfinite().flatten(1).all(1)
+        used = (self.asked.learned > 0) | ((self.asked.held > 0) & everything)
+        used &= finite[:, None]
+        values, start = [], 0
+        for part in self._parts(torch.arange(len(keys), device=keys.device)):
+            most = max(self.counts[start : start + len(part)])
+            start += len(part)
+            weights, _, rest, _ = self._attend(keys[part], part)
+            lacking = self.asked.output[part] - rest[..., None] * self.asked.rest_output[part]
+            some = used[part].any(0).nonzero().flatten()
+            own = used[part][:, some, None]
+            fitted = ridge_values(
+                torch.where(own, weights[:, some, :most], 0),
+                torch.where(own, lacking[:, some], 0),
+                ridge,
+                towards[part, :most],
             )
-        return values
+            values.append(pad(fitted, (0, 0, 0, keys.shape[1] - most)))
+        return torch.cat(values).masked_fill_((self.absent | ~finite[:, None])[..., None], 0)
 
     def errors(self, keys: Tensor, values: Tensor) -> Tensor:
         """Mean squared output error (heads, 2) for the queries trained on and for those held out."""

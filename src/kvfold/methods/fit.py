@@ -119,49 +119,54 @@ def ridge_values(weights: Tensor, wanted: Tensor, ridge: float, towards: Tensor)
 
     Parameters
     ----------
-    weights : (queries, tokens) float32
-    wanted : (queries, value_dim) float32
+    weights : (..., queries, tokens) float32
+    wanted : (..., queries, value_dim) float32
     ridge : float
         Factor on the squared distance from `towards`, beside squared errors summed over queries. 0: least squares, up to
         what float64 needs where queries do not tell tokens apart.
-    towards : (tokens, value_dim) float32
+    towards : (..., tokens, value_dim) float32
     """
     a, b = weights.double(), (wanted - weights @ towards).double()
-    few = len(a) < a.shape[1]
-    gram = a @ a.t() if few else a.t() @ a
-    gram.diagonal().add_(max(ridge, 1e-10 * float(gram.diagonal().max())))
+    few = a.shape[-2] < a.shape[-1]
+    gram = a @ a.mT if few else a.mT @ a
+    diagonal = gram.diagonal(dim1=-2, dim2=-1)
+    diagonal += (1e-10 * diagonal.amax(-1, keepdim=True)).clamp_min(ridge)
     root = torch.linalg.cholesky(gram)
-    moved = a.t() @ torch.cholesky_solve(b, root) if few else torch.cholesky_solve(a.t() @ b, root)
+    moved = a.mT @ torch.cholesky_solve(b, root) if few else torch.cholesky_solve(a.mT @ b, root)
     return towards + moved.float()
 
 
-def bounded_least_squares(a: Tensor, b: Tensor, low: float, high: float, steps: int = 500) -> Tensor:
-    """Weights w in [low, high] that minimise the squared error of a w = b, (n,) float32; all below zero is NNLS.
+def bounded_least_squares(gram: Tensor, moment: Tensor, low: float, high: float, steps: int = 500) -> Tensor:
+    """Weights w in [low, high] that minimise the squared error of a w = b, (..., n) float32; all below zero is NNLS.
 
-    Accelerated projected gradient on columns of equal length, restarted where it would turn back.
+    Accelerated projected gradient on columns of equal length, restarted where it would turn back; each of a batch by itself.
 
     Parameters
     ----------
-    a : (queries, n) float32
-    b : (queries,) float32
+    gram : (..., n, n) float64
+        a^T a.
+    moment : (..., n) float64
+        a^T b.
     low, high : float
     steps : int
     """
-    length = a.norm(dim=0).clamp_min(1e-12).double()
-    a = a.double() / length
-    gram, moment = a.t() @ a, a.t() @ b.double()
+    length = gram.diagonal(dim1=-2, dim2=-1).sqrt().clamp_min(1e-12)
+    gram = gram / length[..., :, None] / length[..., None, :]
+    moment, length = (moment / length)[..., None], length[..., None]
     # The largest eigenvalue by power steps, from below; a twentieth more is enough above it.
     top = torch.ones_like(length)
     for _ in range(30):
-        top = gram @ (top / top.norm())
-    step = 1 / (1.05 * top.norm())
+        top = gram @ (top / top.norm(dim=-2, keepdim=True))
+    step = 1 / (1.05 * top.norm(dim=-2, keepdim=True))
     floor, ceiling = low * length, high * length
-    w = torch.minimum(torch.maximum(length, floor), ceiling)
+    w = length.clamp(floor, ceiling)
     ahead, speed = w, torch.ones_like(step)
     for _ in range(steps):
-        new = torch.minimum(torch.maximum(ahead - step * (gram @ ahead - moment), floor), ceiling)
+        new = (ahead - step * (gram @ ahead - moment)).clamp(floor, ceiling)
         # Decided on the device: a look at the sign would stop a GPU at every step.
-        back = (ahead - new) @ (new - w) > 0
-        faster = torch.where(back, torch.ones_like(speed), (1 + (1 + 4 * speed**2).sqrt()) / 2)
-        ahead, w, speed = new + (~back) * (speed - 1) / faster * (new - w), new, faster
-    return (w / length).float()
+        moved = new - w
+        back = ((ahead - new) * moved).sum(-2, keepdim=True) > 0
+        faster = (speed.square() + 0.25).sqrt() + 0.5
+        ahead = new + ((speed - 1) / faster).masked_fill(back, 0) * moved
+        w, speed = new, faster.masked_fill(back, 1)
+    return (w / length).squeeze(-1).float()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -266,28 +267,31 @@ class KVSculpt(SelectFit):
     ) -> list[Distilled]:
         """Every piece to its count: those of about a size together, as many as memory allows.
 
-        Pieces of a head go one after the other, layer by layer: each sees those before it as they were distilled, and
-        makes up for their errors. When all are done, so do the values of those before.
+        Pieces of a head go one after the other, those of the other heads of its layer, and of as many neighbouring layers
+        as memory allows, together: each sees those before it as they were distilled, and makes up for their errors. When
+        all are done, so do the values of those before.
 
         `changed` has a layer's sampled queries (batch, heads, n, key_dim) as the layers below, distilled, lead to them.
         """
+        heads = list(dict.fromkeys(piece.head for piece in pieces))
+        groups = self._neighbours(heads) if self.chunk else dict.fromkeys(heads, 0)
 
         def turn(piece: Piece) -> tuple[str, int, int]:
-            view = piece.head.view
-            return (str(view.keys.device), *((view.layer_idx, piece.number) if self.chunk else (0, 0)))
+            device = str(piece.head.view.keys.device)
+            return (device, groups[piece.head], piece.number if self.chunk else 0)
 
         order = sorted(range(len(pieces)), key=lambda i: (turn(pieces[i]), -counts[i]))
-        views = {id(piece.head.view): piece.head.view for piece in pieces}.values()
-        heads = max((len(view.real_tokens) * view.keys.shape[1] for view in views), default=1)
-        standing = lru_cache(heads)(partial(self._standing, changed=changed))
+        largest = max(Counter(groups.values()).values(), default=1) if self.chunk else 1
+        standing = lru_cache(largest)(partial(self._standing, changed=changed))
         results: dict[int, Distilled] = {}
-        room = [pieces[i].bytes(counts[i]) for i in order]
+        sizes = [pieces[i].bytes(counts[i]) for i in order]
+        room = self._room(pieces[0].head.view) if pieces else 0
         turns = [turn(pieces[i]) for i in order]
-        for part in slices([counts[i] for i in order], room, turns, self._room(pieces)):
+        for part in slices([counts[i] for i in order], sizes, turns, room):
             index, view = order[part], pieces[order[part.start]].head.view
             name = f"{'main' if last else 'pilot'}-{view.layer_idx}-{part.start}"
-            sizes = [0 if last else pieces[i].size for i in index]
-            done = unpacked(meter.work.kept(name), [counts[i] for i in index], sizes, view.keys.device)
+            scores = [0 if last else pieces[i].size for i in index]
+            done = unpacked(meter.work.kept(name), [counts[i] for i in index], scores, view.keys.device)
             if done is None:
                 problems = [
                     Problem.of(pieces[i], counts[i], standing(pieces[i].head), start[i] if start else None)
@@ -308,6 +312,19 @@ class KVSculpt(SelectFit):
                     results.update(zip(own, settled, strict=True))
         return [results[i] for i in range(len(pieces))]
 
+    def _neighbours(self, heads: Sequence[Head]) -> dict[Head, int]:
+        """Numbers of the groups of layers whose pieces are distilled together: what stands of all their heads is held."""
+        groups: dict[Head, int] = {}
+        number = used = 0
+        for view in {id(head.view): head.view for head in heads}.values():
+            own = [head for head in heads if head.view is view]
+            size = sum(head.bytes for head in own)
+            if used and used + size > self._room(view):
+                number, used = number + 1, 0
+            used += size
+            groups |= dict.fromkeys(own, number)
+        return groups
+
     def _settled(self, standing: Standing, parts: Sequence[Distilled]) -> list[Distilled]:
         """All pieces of a head, their values solved for once more: each piece's for what all others leave.
 
@@ -325,9 +342,8 @@ class KVSculpt(SelectFit):
         return settled
 
     @staticmethod
-    def _room(pieces: Sequence[Piece]) -> int:
-        on_cpu = bool(pieces) and pieces[0].head.view.keys.device.type == "cpu"
-        return SLICE_BYTES[on_cpu]
+    def _room(view: LayerView) -> int:
+        return SLICE_BYTES[view.keys.device.type == "cpu"]
 
     def _standing(self, head: Head, changed: Mapping[int, Tensor] | None = None) -> Standing:
         """Training queries of a head, and exact attention: theirs, or that of what they were before they changed."""

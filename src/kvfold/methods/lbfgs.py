@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ class LBFGS:
     x : (problems, size) float32 or float64
         Where to start; not changed.
     history : int
-        Pairs kept for each problem.
+        Newest iterations whose pairs are kept.
     armijo, curvature : float
         Line search: share of the decrease that the slope promises, and share of the slope that may be left.
     tolerance_grad : float
@@ -65,12 +66,13 @@ class LBFGS:
         self.x = x.clone()
         self.armijo, self.curvature, self.searches = armijo, curvature, searches
         self.tolerance_grad, self.tolerance_change = tolerance_grad, tolerance_change
-        problems, size = x.shape
-        self._steps, self._turns = (x.new_zeros(history, problems, size) for _ in range(2))
-        # 1 / (step . turn); 0 where there is no pair, which takes it out of the recursion.
-        self._inverse = x.new_zeros(history, problems)
-        self._scale = x.new_zeros(problems)
-        self._newest = torch.zeros(problems, dtype=torch.int64, device=x.device)
+        self._history = history
+        self._pairs: list[
+            tuple[Tensor, Tensor]
+        ] = []  # (step, turn of the gradient) of all problems, the oldest first
+        # 1 / (step . turn), (pairs, problems); 0 where there is no pair, which takes it out of the recursion.
+        self._inverse = x.new_zeros(0, len(x))
+        self._scale = x.new_ones(len(x))
         self.evaluations = 0
 
     def run(self, objective: Objective, iterations: int) -> Tensor:
@@ -81,64 +83,56 @@ class LBFGS:
         every = torch.arange(len(self.x), device=self.x.device)
         loss, gradient = self._evaluate(objective, self.x, every)
         alive = loss.isfinite() & gradient.isfinite().all(1)
+        # All problems take part in all but evaluations: on a GPU choosing among them would wait for it every time.
         for _ in range(iterations):
             alive &= gradient.abs().amax(1) > self.tolerance_grad
-            index = alive.nonzero().flatten()
-            if not len(index):
+            if not bool(alive.any()):
                 break
-            before, slope_from = loss[index], gradient[index]
-            direction, fresh = self._direction(slope_from, index)
-            length = torch.where(fresh, 1 / slope_from.norm(dim=1).clamp_min(1e-30), torch.ones_like(before))
-            step, after, slope_to = self._search(objective, index, direction, length, before, slope_from)
+            direction, fresh = self._direction(gradient)
+            length = torch.where(fresh, 1 / gradient.norm(dim=1).clamp_min(1e-30), 1)
+            step, after, slope_to = self._search(objective, alive, direction, length, loss, gradient)
             moved = step > 0
             # No step along the quasi-Newton direction: once more from the gradient alone, then no more.
-            self._inverse[:, index[~moved]] = 0
-            alive[index[~moved & fresh]] = False
-            index, step, direction = index[moved], step[moved], direction[moved]
-            change = step[:, None] * direction
-            self.x[index] += change
-            self._remember(index, change, slope_to[moved] - slope_from[moved])
-            loss[index], gradient[index] = after[moved], slope_to[moved]
-            fall = before[moved] - after[moved]
-            alive[index] = fall > self.tolerance_change * before[moved].abs()
+            self._inverse.masked_fill_(alive & ~moved, 0)
+            change = torch.where(moved[:, None], step[:, None] * direction, 0)
+            self.x += change
+            self._remember(change, torch.where(moved[:, None], slope_to - gradient, 0))
+            alive &= torch.where(moved, loss - after > self.tolerance_change * loss.abs(), ~fresh)
+            loss, gradient = after, slope_to
         return loss
 
     def _evaluate(self, objective: Objective, x: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
         self.evaluations += 1
         return objective(x, index)
 
-    def _direction(self, gradient: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    def _direction(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
         """Where to go from here, and which problems have no history to tell (they go down the gradient)."""
-        history = len(self._inverse)
-        slots = [(self._newest[index] - age) % history for age in range(history)]
         used, d = [], -gradient
-        for slot in slots:
-            share = self._inverse[slot, index] * (self._steps[slot, index] * d).sum(1)
-            d = d - share[:, None] * self._turns[slot, index]
+        pairs = [(*pair, inverse) for pair, inverse in zip(self._pairs, self._inverse, strict=True)]
+        for step, turn, inverse in reversed(pairs):
+            share = (inverse * (step * d).sum(1))[:, None]
+            d = torch.addcmul(d, share, turn, value=-1)
             used.append(share)
-        fresh = (self._inverse[:, index] == 0).all(0)
-        d = d * torch.where(fresh, torch.ones_like(self._scale[index]), self._scale[index])[:, None]
-        for slot, share in zip(reversed(slots), reversed(used), strict=True):
-            back = self._inverse[slot, index] * (self._turns[slot, index] * d).sum(1)
-            d = d + (share - back)[:, None] * self._steps[slot, index]
+        fresh = (self._inverse == 0).all(0)
+        d = d * torch.where(fresh, 1, self._scale)[:, None]
+        for (step, turn, inverse), share in zip(pairs, reversed(used), strict=True):
+            back = (inverse * (turn * d).sum(1))[:, None]
+            d = torch.addcmul(d, share - back, step)
         wrong = (d * gradient).sum(1) >= 0
-        if bool(wrong.any()):
-            self._inverse[:, index[wrong]] = 0
-            d, fresh = torch.where(wrong[:, None], -gradient, d), fresh | wrong
-        return d, fresh
+        self._inverse.masked_fill_(wrong, 0)
+        return torch.where(wrong[:, None], -gradient, d), fresh | wrong
 
-    def _remember(self, index: Tensor, step: Tensor, turn: Tensor) -> None:
+    def _remember(self, step: Tensor, turn: Tensor) -> None:
         product, square = (step * turn).sum(1), turn.square().sum(1)
         good = product > torch.finfo(step.dtype).eps * square
-        index, product = index[good], product[good]
-        slot = self._newest[index] = (self._newest[index] + 1) % len(self._inverse)
-        self._steps[slot, index], self._turns[slot, index] = step[good], turn[good]
-        self._inverse[slot, index], self._scale[index] = 1 / product, product / square[good]
+        self._pairs = [*self._pairs, (step, turn)][-self._history :]
+        self._inverse = torch.cat([self._inverse, torch.where(good, 1 / product, 0)[None]])[-self._history :]
+        self._scale = torch.where(good, product / square, self._scale)
 
     def _search(
         self,
         objective: Objective,
-        index: Tensor,
+        searching: Tensor,
         direction: Tensor,
         length: Tensor,
         loss: Tensor,
@@ -146,34 +140,53 @@ class LBFGS:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Steps that meet the strong Wolfe conditions, else the best tried that lowers the loss, else 0.
 
+        Parameters
+        ----------
+        searching : (problems,) bool
+            Which problems take a step; the others' is 0.
+
         Returns
         -------
-        (step (n,), loss there (n,), gradient there (n, size))
+        (step (problems,), loss there (problems,), gradient there (problems, size))
         """
         slope = (gradient * direction).sum(1)
         slack = 2 * torch.finfo(loss.dtype).eps * loss.abs()
-        best, best_loss, best_gradient = torch.zeros_like(length), loss.clone(), gradient.clone()
+        best, best_loss, best_gradient = torch.zeros_like(length), loss, gradient
         # What is known at either end of the bracket: step, loss, slope. `high` is infinite until something was too far.
-        low = torch.stack([torch.zeros_like(length), loss, slope])
+        low = torch.stack([best, loss, slope])
         high = torch.full_like(low, torch.inf)
-        step, searching = length.clone(), torch.arange(len(index), device=index.device)
-        for _ in range(self.searches):
-            at, s = step[searching], searching
-            found, there = self._evaluate(objective, self.x[index[s]] + at[:, None] * direction[s], index[s])
-            slope_there = (there * direction[s]).sum(1)
-            fell = found <= loss[s] + self.armijo * at * slope[s] + slack[s]
-            limit = -self.curvature * slope[s]
-            far, near = ~fell | (slope_there > limit), fell & (slope_there < -limit)
-            better = fell & (found < best_loss[s]) | fell & ~far & ~near
-            chosen = s[better]
-            best[chosen], best_loss[chosen], best_gradient[chosen] = at[better], found[better], there[better]
-            known = torch.stack([at, found, slope_there])
-            high[:, s[far]], low[:, s[near]] = known[:, far], known[:, near]
-            searching = s[far | near]
-            if not len(searching):
+        step, limit = length, -self.curvature * slope
+        for tried in range(self.searches):
+            index = searching.nonzero().flatten()
+            if not len(index):
                 break
-            step[searching] = _between(low[:, searching], high[:, searching])
+            if tried:
+                step = torch.where(searching, _between(low, high), step)
+            of = partial(_of, index)
+            along = of(direction)
+            found, there = self._evaluate(objective, of(self.x) + of(step)[:, None] * along, index)
+            known = torch.stack(
+                [step, _with(loss, index, found), _with(slope, index, (there * along).sum(1))]
+            )
+            fell = searching & (known[1] <= loss + self.armijo * step * slope + slack)
+            far, near = searching & (~fell | (known[2] > limit)), fell & (known[2] < -limit)
+            better = fell & ((known[1] < best_loss) | ~far & ~near)
+            best, best_loss = torch.where(better, step, best), torch.where(better, known[1], best_loss)
+            chosen = torch.where(of(better)[:, None], there, of(best_gradient))
+            best_gradient = _with(best_gradient, index, chosen)
+            high, low = torch.where(far, known, high), torch.where(near, known, low)
+            searching = far | near
         return best, best_loss, best_gradient
+
+
+def _of(index: Tensor, each: Tensor) -> Tensor:
+    """Those of some problems."""
+    return each if len(index) == len(each) else each[index]
+
+
+def _with(each: Tensor, index: Tensor, new: Tensor) -> Tensor:
+    """Those of all problems, some of them new."""
+    return new if len(index) == len(each) else each.index_copy(0, index, new)
 
 
 def _between(low: Tensor, high: Tensor) -> Tensor:

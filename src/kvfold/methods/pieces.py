@@ -49,6 +49,15 @@ class Head:
         group = self.view.sampled.shape[1] // self.view.keys.shape[1]
         return slice(self.head * group, (self.head + 1) * group)
 
+    @property
+    def bytes(self) -> int:
+        """What `Standing` holds of it, about: queries with three outputs, keys and values, in float32."""
+        view = self.view
+        assert view.sampled is not None
+        queries = (self.members.stop - self.members.start) * view.sampled.shape[2]
+        key_dim, value_dim = view.keys.shape[-1], view.values.shape[-1]
+        return 4 * (queries * (key_dim + 3 * value_dim) + view.tokens * (key_dim + value_dim))
+
     def pieces(self, chunk: int | None) -> list[Piece]:
         """Its other tokens in pieces of about a chunk, each with as large a share of the tokens as of the budget."""
         tokens = self.others.stop - self.others.start

@@ -14,8 +14,8 @@ from kvfold.methods.base import LayerView
 
 Source = Literal["reread", "future", "synthetic", "repeat"]
 
-BLOCK, BESIDE = 2048, 128
-"""Tokens whose logits are held at once; queries whose logits over what is beside them are."""
+BLOCK, BESIDE = 2048, (512, 128)
+"""Tokens whose logits are held at once; queries whose logits over what is beside them are, and on a CPU."""
 SEEN = 1e-6
 """Share of attention below which what is beside some tokens is not told apart from nothing."""
 
@@ -151,8 +151,9 @@ def training(
     if beside is not None:
         output[:, : len(index)], lse[:, : len(index)] = (part[:, real] for part in beside)
     if source == "reread":
-        for start in range(0, len(index), BESIDE):
-            part = slice(start, min(start + BESIDE, len(index)))
+        block = BESIDE[device.type == "cpu"]
+        for start in range(0, len(index), block):
+            part = slice(start, min(start + block, len(index)))
             newest_near, oldest_near = index[part, None], (index - ahead)[part, None]
             ends = torch.stack([oldest_near.amin(), newest_near.amax() + 1])
             near = slice(*torch.searchsorted(positions, ends).tolist())

@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from kvfold.methods.baselines.select_fit import SelectFit
 from kvfold.methods.fit import Target, bounded_least_squares, ridge_values, zones
 from kvfold.stores.base import Kept
+
+TOGETHER_BYTES = 1 << 30
+"""Of the normal equations of heads that are solved together."""
+
+
+@dataclass(frozen=True)
+class Mass:
+    """Which tokens of a head are fitted and which stay, and the normal equations of the former's weights (n,)."""
+
+    chosen: Tensor
+    exact: Tensor
+    gram: Tensor
+    moment: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,16 +70,32 @@ class AttentionMatching(SelectFit):
     def biased(self) -> bool:
         return True
 
-    def _fit(self, target: Target, count: int) -> Kept:
-        weights = target.weights
-        chosen, exact = zones(weights.square().mean(0), count, self.sinks, self.window)
-        if not len(chosen):
-            return target.kept(exact, bias=torch.zeros(len(exact), device=exact.device))
+    def _fit_heads(self, heads: Callable[[], Iterator[Target]], count: int) -> list[Kept]:
+        problems = [self._mass(target, count) for target in heads()]
+        low, high = math.exp(-self.bound), math.exp(self.bound)
+        weights: list[Tensor] = []
+        # Steps are many and small: all heads take them together, where they are of one size and that is not much.
+        one_by_one = len({len(problem.moment) for problem in problems}) > 1
+        one_by_one |= sum(problem.gram.nbytes for problem in problems) > TOGETHER_BYTES
+        for some in [[problem] for problem in problems] if one_by_one else [problems]:
+            gram, moment = (torch.stack([getattr(p, name) for p in some]) for name in ("gram", "moment"))
+            weights.extend(bounded_least_squares(gram, moment, low, high))
+        return [self._with_biases(*each) for each in zip(heads(), problems, weights, strict=True)]
+
+    def _mass(self, target: Target, count: int) -> Mass:
+        """Attention mass of all tokens, from those chosen."""
+        chosen, exact = zones(target.weights.square().mean(0), count, self.sinks, self.window)
         mass = torch.exp(target.logits - target.logits.amax(-1, keepdim=True))
-        wanted = mass.sum(-1) - mass[:, exact].sum(-1)
-        weight = bounded_least_squares(mass[:, chosen], wanted, math.exp(-self.bound), math.exp(self.bound))
-        bias = torch.cat([weight.log(), torch.zeros(len(exact), device=exact.device)])
-        index = torch.cat([chosen, exact])
+        wanted = (mass.sum(-1) - mass[:, exact].sum(-1)).double()
+        a = mass[:, chosen].double()
+        return Mass(chosen, exact, a.t() @ a, a.t() @ wanted)
+
+    def _with_biases(self, target: Target, mass: Mass, weight: Tensor) -> Kept:
+        chosen, exact = mass.chosen, mass.exact
+        bias = torch.cat([weight.log(), weight.new_zeros(len(exact))])
+        if not len(chosen):
+            return target.kept(exact, bias=bias)
+        weights, index = target.weights, torch.cat([chosen, exact])
         over_kept = (target.logits[:, index] + bias).softmax(-1)
         on_chosen, on_exact = over_kept.split([len(chosen), len(exact)], -1)
         lacking = weights @ target.values - on_exact @ target.values[exact]

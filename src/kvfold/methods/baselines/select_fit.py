@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -105,11 +106,13 @@ class SelectFit(Method):
         rows = []
         for row, real in enumerate(view.real_tokens):
             count = real if real <= self.shortest else self._count(real, view.tokens, key_dim, value_dim)
-            rows.append(
-                [self._fit(target, count) for target in targets(view, row, self.window, self.horizon)]
-            )
+            rows.append(self._fit_heads(partial(targets, view, row, self.window, self.horizon), count))
         layout = WeightedLayout(view.tokens, view.real_tokens)
         return WeightedStore.build(layout, rows, view.keys.dtype)
+
+    def _fit_heads(self, heads: Callable[[], Iterator[Target]], count: int) -> list[Kept]:
+        """Fit the KV heads of one row; they are large, so that one at a time is held."""
+        return [self._fit(target, count) for target in heads()]
 
     def _fit(self, target: Target, count: int) -> Kept:
         """Fit one KV head."""
