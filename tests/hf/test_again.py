@@ -11,7 +11,7 @@ from kvfold import KVSculpt, fold
 from kvfold.artifact import SavedWork
 from kvfold.errors import KvfoldError, UnsupportedModelError
 from kvfold.evaluate.prefill import Prefill
-from kvfold.hf import FoldedCache, bridge
+from kvfold.hf import CACHE_KEYWORD, FoldedCache, bridge
 from kvfold.hf.again import Again
 from kvfold.kernels.reference import attend
 from kvfold.methods import kvsculpt
@@ -196,9 +196,31 @@ def test_who_cannot_read_again_says_so(options):
     with pytest.raises(UnsupportedModelError, match="not full attention"):
         fold(tiny_model("gemma3_text"), ids, method)
     model = tiny_model("llama")
-    with pytest.raises(KvfoldError, match=r"use kvfold\.fold"):
+    with pytest.raises(KvfoldError, match=r"with kvfold\.fold"):
         model(ids, past_key_values=FoldedCache(method, model.config, prompt_tokens=60))
     bridge.forget()
+
+
+@pytest.mark.parametrize("options", [{"cascade": True}, {"queries": "repeat"}])
+def test_a_later_turn_is_refused_before_it_is_read_or_stays_exact(options):
+    model, ids, later = tiny_model("llama"), prompt(90), prompt(40, seed=1)
+    cache = fold(model, ids, KVSculpt(**OPTIONS, **options))
+    expected = model(later, use_cache=True, **{CACHE_KEYWORD: exact(cache)}).logits
+    with pytest.raises(KvfoldError, match=r"call cache\.keep_exact\(\)"):
+        model(later, use_cache=True, **{CACHE_KEYWORD: cache})
+    assert all(layer.get_seq_length() == 90 and len(layer.segments) == 1 for layer in cache.folded_layers)
+    cache.keep_exact()
+    assert torch.equal(model(later, use_cache=True, **{CACHE_KEYWORD: cache}).logits, expected)
+    assert all(layer.tail == 40 and len(layer.segments) == 1 for layer in cache.folded_layers)
+    short = fold(model, ids, KVSculpt(**OPTIONS, **options))  # too short to fold is exact in any case
+    model(later[:, :8], use_cache=True, **{CACHE_KEYWORD: short})
+    assert short.get_seq_length() == 98
+
+
+def exact(cache):
+    fork = cache.fork()
+    fork.keep_exact()
+    return fork
 
 
 def test_cascade_goes_with_sampled_queries_only():

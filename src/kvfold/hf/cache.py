@@ -16,7 +16,7 @@ from kvfold.hf.rotary import ModelRotary, rotary_of, uses_rotary
 from kvfold.hf.support import check_version, folds, stock_layers, text_config
 from kvfold.kernels.streams import aside, joined, reached
 from kvfold.ledger import Ledger, storage_bytes, tensor_bytes, tensors_in
-from kvfold.methods.base import Again, LayerView, Method
+from kvfold.methods.base import Again, LayerView, Method, cannot_read_again
 from kvfold.methods.work import Work
 
 if TYPE_CHECKING:
@@ -177,13 +177,18 @@ class FoldedCache(Cache):
         Raises
         ------
         KvfoldError
-            There are none: `generate` was given no more than the cache holds.
+            There are none: `generate` was given no more than the cache holds. Or they would be folded by a method that
+            reads them twice, and cannot.
         """
         if query_length == 0:
             raise KvfoldError(
                 f"no new tokens: the cache holds {self.get_seq_length()} already, so input_ids must be those tokens"
                 " followed by at least one more"
             )
+        if query_length > 1 and self.method.needs.again and self.again is None and not self._recording:
+            waiting = self._first.tail if self._first is not None else 0
+            if waiting + query_length > self.method.shortest:
+                raise cannot_read_again(self.method.name)
         sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
         return sizes
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 
+from kvfold.errors import KvfoldError
 from kvfold.methods.options import check_options
 from kvfold.methods.work import Work
 from kvfold.stores.base import Expand, Rotary, Store
@@ -168,6 +169,15 @@ class LayerView:
     def tokens(self) -> int:
         """Logical tokens of the segment."""
         return self.keys.shape[2]
+
+
+def cannot_read_again(name: str) -> KvfoldError:
+    """What to say where a method needs `Needs.again`, and there is none."""
+    return KvfoldError(
+        f"{name} with these options (cascade=True or queries='repeat') reads what it folds a second time, and here the tokens"
+        " are not known: fold a prompt with kvfold.fold(model, input_ids, method) or kvfold fold, or leave these options out;"
+        " before a later turn of more than one token call cache.keep_exact(), so that it stays exact"
+    )
 
 
 def check_block(name: str, tokens: int) -> None:

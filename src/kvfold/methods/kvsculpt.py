@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from kvfold.allocate.pilot import damped_counts
-from kvfold.errors import KvfoldError, UnsupportedModelError
+from kvfold.errors import UnsupportedModelError
 from kvfold.kernels.reference import Part
 from kvfold.methods.adam import Adam
-from kvfold.methods.base import LayerView, Needs
+from kvfold.methods.base import LayerView, Needs, cannot_read_again
 from kvfold.methods.baselines.select_fit import SelectFit
 from kvfold.methods.distil import Batch
 from kvfold.methods.fit import ridge_values
@@ -152,10 +152,7 @@ class KVSculpt(SelectFit):
                 "kvsculpt moves keys, which latent attention (MLA) derives from the values: use select-fit or rdkv"
             )
         if self.needs.again and views[0].again is None:
-            raise KvfoldError(
-                "kvsculpt with cascade=True or queries='repeat' reads the prompt a second time, and here its tokens are"
-                " not known: use kvfold.fold(model, input_ids, method) or kvfold fold, or leave these options out"
-            )
+            raise cannot_read_again(self.name)
         asked: list[tuple[LayerView, Part | None]] = [(view, None) for view in views]
         if self.queries == "repeat":
             asked = [*repeated(views, self.sampled, self.horizon)]
