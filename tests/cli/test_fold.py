@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 
 import pytest
 import torch
+from rich.console import Console
 
 from kvfold.artifact import load_stores, read_manifest
+from kvfold.cli.fold import _progress
 from kvfold.methods.rdkv_published import WIDTH_SETS
 
 from .conftest import CONTEXT, TEXT
@@ -232,6 +236,18 @@ def test_a_full_disk_is_a_failure_not_bad_input(kvfold, document, model_folder, 
     result = kvfold("fold", document, "--model", model_folder, "--method", "full")
     assert result.exit_code == 1
     assert "error: No space left on device" in result.stderr
+
+
+def test_the_bar_tells_how_far_a_long_fold_is_and_what_time_is_left(monkeypatch):
+    screen = Console(file=io.StringIO(), force_terminal=True, color_system=None, width=120)
+    monkeypatch.setattr("kvfold.cli.fold.console.err", lambda: screen)
+    with _progress("folding 40 tokens", quiet=False) as (advance, tell):
+        advance(0, 4)
+        tell(1, 4)
+        tell(3, 4)
+    shown = screen.file.getvalue()
+    assert re.search(r"folding 40 tokens .* layer 1/4 .* left", shown), shown
+    assert re.search(r"of which distilled .* 75% .* left \d:\d\d:\d\d", shown), shown
 
 
 def test_control_c(kvfold, document, model_folder, monkeypatch):

@@ -8,7 +8,7 @@ import torch
 import kvfold
 from kvfold.cli.options import build_method, changed_options
 from kvfold.errors import KvfoldError
-from kvfold.methods import KIVI, RDKV, BlockGTQ, Chain, SelectFit, SnapKV, TurboQuant, make_method
+from kvfold.methods import KIVI, RDKV, BlockGTQ, Chain, KVSculpt, SelectFit, SnapKV, TurboQuant, make_method
 from kvfold.stores import CodedStore
 from tests.tiny import prompt, tiny_model
 
@@ -18,7 +18,14 @@ def model():
     return tiny_model("llama")
 
 
-@pytest.mark.parametrize("first", [SnapKV(keep=0.4, window=8), SelectFit(keep=0.4, window=8, sinks=2)])
+FIRST = [
+    SnapKV(keep=0.4, window=8),
+    SelectFit(keep=0.4, window=8, sinks=2),
+    KVSculpt(keep=0.4, window=8, sinks=2, steps=2),  # as many tokens as each head needs
+]
+
+
+@pytest.mark.parametrize("first", FIRST, ids=lambda method: method.name)
 @pytest.mark.parametrize("then", [BlockGTQ(bits=4), TurboQuant(bits=4)])
 def test_keeps_what_the_first_keeps_in_the_code_of_the_second(model, first, then):
     ids = prompt(90)

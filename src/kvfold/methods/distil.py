@@ -14,7 +14,7 @@ from kvfold.kernels.reference import Part, soft_cap
 from kvfold.methods.fit import ridge_values
 from kvfold.methods.queries import Training
 
-WEIGHTS_BYTES = (1 << 28, 1 << 26)
+WEIGHTS_BYTES = (1 << 29, 1 << 26)
 """Of attention weights that are held at once: where many cores want work, and on a CPU."""
 NOTHING = 1e-20
 """Attention weights below are none: products with what is no normal number take a CPU eight times as long."""
@@ -113,8 +113,9 @@ class Batch:
         weights = threshold(logits.sub_(lse[..., None]).exp_(), NOTHING, 0.0)
         return weights, lse, (rest - lse).exp_(), slope
 
-    def _parts(self, index: Tensor) -> Sequence[Tensor]:
-        each = 4 * self.asked.queries.shape[1] * self.keys.shape[1]
+    def _parts(self, index: Tensor, copies: int = 1) -> Sequence[Tensor]:
+        """Heads whose weights are held at once, in as many float32 copies."""
+        each = 4 * copies * self.asked.queries.shape[1] * self.keys.shape[1]
         return index.split(max(WEIGHTS_BYTES[index.device.type == "cpu"] // each, 1))
 
     def __call__(self, x: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,7 +162,7 @@ class Batch:
         used = (self.asked.learned > 0) | ((self.asked.held > 0) & everything)
         used &= finite[:, None]
         values, start = [], 0
-        for part in self._parts(torch.arange(len(keys), device=keys.device)):
+        for part in self._parts(torch.arange(len(keys), device=keys.device), copies=4):  # two are in float64
             most = max(self.counts[start : start + len(part)])
             start += len(part)
             weights, _, rest, _ = self._attend(keys[part], part)
