@@ -57,10 +57,18 @@ FORMS: dict[str, Callable[[float], Method]] = {
     "fixed keys, uniform": lambda keep: KVSculpt(keep=keep, heads="uniform", steps=0),
     "adam, uniform": lambda keep: KVSculpt(keep=keep, heads="uniform", optimiser="adam"),
     "kvsculpt, cascade": lambda keep: KVSculpt(keep=keep, cascade=True),
+    "kvsculpt, 5 steps": lambda keep: KVSculpt(keep=keep, steps=5),
+    "kvsculpt, 40 steps": lambda keep: KVSculpt(keep=keep, steps=40),
     "paper's kvsculpt, uniform": lambda keep: KVSculpt(keep=keep, heads="uniform", steps=1000, **PAPER),
     "paper's kvsculpt": lambda keep: KVSculpt(keep=keep, steps=1000, pilot_steps=300, **PAPER),
 }
-FIRST_ONLY = ("adam, uniform", "paper's kvsculpt, uniform", "paper's kvsculpt")
+FIRST_ONLY = (
+    "adam, uniform",
+    "kvsculpt, 5 steps",
+    "kvsculpt, 40 steps",
+    "paper's kvsculpt, uniform",
+    "paper's kvsculpt",
+)
 CODES = (4, 3)
 
 
