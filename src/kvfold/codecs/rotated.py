@@ -7,7 +7,8 @@ channels permuted beforehand. Everything stays in rotated coordinates until a mi
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -106,14 +107,20 @@ class RotatedCode:
         return self.rotate_back(coordinates)
 
     def _rotations(self, device: torch.device) -> list[Tensor]:
-        return [
-            _rotation(self.rotation, channels, self.seed + index, device)
-            for index, (_, channels) in enumerate(self.groups)
-        ]
+        return [rotation for rotation, _ in self.tables(device)]
 
     def tables(self, device: torch.device) -> list[tuple[Tensor, Tensor]]:
         """Rotation (channels, channels) and levels (2^width,) of each group."""
-        return list(zip(self._rotations(device), self._books(device), strict=True))
+        return [self.table(group, device) for group in range(len(self.groups))]
+
+    def table(self, group: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Rotation and levels of one group."""
+        width, channels = self.groups[group]
+        # A group with a fixed share of the norm is not on a sphere: its density is Gaussian.
+        on_sphere = self.norms == "group" or len(self.groups) == 1
+        return _rotation(self.rotation, channels, self.seed + group, device), _book(
+            width, channels, on_sphere, device
+        )
 
     # ---- codes ----
 
@@ -206,9 +213,19 @@ class RotatedCode:
         return torch.cat(pieces, -1) * scales
 
     def _books(self, device: torch.device) -> list[Tensor]:
-        """Levels of each group. A group with a fixed share of the norm is not on a sphere: its density is Gaussian."""
-        on_sphere = self.norms == "group" or len(self.groups) == 1
-        return [_book(width, channels, on_sphere, device) for width, channels in self.groups]
+        """Levels of each group."""
+        return [levels for _, levels in self.tables(device)]
+
+
+def prepare(codes: Iterable[RotatedCode], device: torch.device) -> None:
+    """Make the rotations and levels of codes, which are kept, beside each other: each takes a processor milliseconds."""
+    with ThreadPoolExecutor() as pool:
+        list(
+            pool.map(
+                lambda one: one[0].table(one[1], device),
+                [(code, group) for code in codes for group in range(len(code.groups))],
+            )
+        )
 
 
 def stored_norms(norms: Tensor) -> Tensor:

@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 from kvfold.stores.lowrank.layout import Factor, landmark_code, vector_code
 
 
-def factors(name: str, factors: Tensor, factor: Factor, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Token factors (n, rank) as buffers, the same for every layer of a window; name is "key" or "value"."""
+def factors(name: str, pieces: Iterable[Tensor], factor: Factor, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Token factors (n, rank) of some tokens after others as buffers, the same for every layer of a window.
+
+    Parameters
+    ----------
+    name : "key" or "value"
+    pieces : iterable of Tensor
+        At least one.
+    factor : Factor
+    dtype : torch.dtype
+        Of 16 bits, for what is not coded.
+    """
     code = factor.code
     if code is None:
-        return {f"{name}_factors": narrow(factors, dtype)}
-    codes, norms = code.encode(factors)
-    return {f"{name}_factors": codes, f"{name}_norms": norms}
+        return {f"{name}_factors": _joined([narrow(piece, dtype) for piece in pieces])}
+    coded = [code.encode(piece) for piece in pieces]
+    return {
+        f"{name}_factors": torch.cat([codes for codes, _ in coded]),
+        f"{name}_norms": _joined([norms for _, norms in coded]),
+    }
+
+
+def _joined(pieces: list[Tensor]) -> Tensor:
+    """In bfloat16 where one of them is."""
+    wide = any(piece.dtype == torch.bfloat16 for piece in pieces)
+    return torch.cat([piece.to(torch.bfloat16) if wide else piece for piece in pieces])
 
 
 def basis(name: str, basis: Tensor, factor: Factor, dtype: torch.dtype) -> dict[str, Tensor]:
