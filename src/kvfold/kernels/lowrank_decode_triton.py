@@ -103,6 +103,13 @@ def share(
     block, own = tl.program_id(0), tl.program_id(1).to(tl.int64)
     head, part = tl.arange(0, HEADS_UP), tl.arange(0, BLOCKS_UP)
     line = own * HEADS + head
+    index = block * BLOCK + tl.arange(0, BLOCK)
+    # All reads are asked for first.
+    found = tl.load(
+        logits + line[:, None] * chunks + index[None, :],
+        mask=(head[:, None] < HEADS) & (index < chunks)[None, :],
+        other=float("-inf"),
+    )
     lse = tl.load(
         block_lse + line[:, None] * blocks + part[None, :],
         mask=(head[:, None] < HEADS) & (part[None, :] < blocks),
@@ -111,12 +118,6 @@ def share(
     top = tl.max(lse, 1)
     safe = tl.where(top == float("-inf"), 0.0, top)
     total = safe + tl.log(tl.maximum(tl.sum(tl.exp(lse - safe[:, None]), 1), 1e-30))
-    index = block * BLOCK + tl.arange(0, BLOCK)
-    found = tl.load(
-        logits + line[:, None] * chunks + index[None, :],
-        mask=(head[:, None] < HEADS) & (index < chunks)[None, :],
-        other=float("-inf"),
-    )
     found -= total[:, None]
     top = tl.max(found, 0)
     safe = tl.where(top == float("-inf"), 0.0, top)
@@ -133,6 +134,8 @@ def choose(shares, counts, chosen, chunks, selected, BLOCK: tl.constexpr, WIDE: 
     own, start = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK
     bins = tl.arange(0, _BINS)
     count = tl.load(counts + own * _BINS + bins)
+    here = start + tl.arange(0, BLOCK)
+    mine = tl.load(shares + own * chunks + here, mask=here < chunks, other=-1)
     at_least = chunks - tl.cumsum(count, 0) + count
     least = tl.max(tl.where(at_least >= selected, bins, 0), 0)
     left = selected - tl.sum(tl.where(bins > least, count, 0), 0)
@@ -146,12 +149,10 @@ def choose(shares, counts, chosen, chunks, selected, BLOCK: tl.constexpr, WIDE: 
         equal += (x == least).to(tl.int32)
     equals = tl.sum(equal, 0)
     before = tl.sum(above, 0) + tl.minimum(equals, left)
-    index = start + tl.arange(0, BLOCK)
-    x = tl.load(shares + own * chunks + index, mask=index < chunks, other=-1)
-    equal_here = (x == least).to(tl.int32)
-    take = (x > least) | ((equal_here != 0) & (equals + tl.cumsum(equal_here, 0) <= left))
+    equal_here = (mine == least).to(tl.int32)
+    take = (mine > least) | ((equal_here != 0) & (equals + tl.cumsum(equal_here, 0) <= left))
     place = before + tl.cumsum(take.to(tl.int32), 0) - 1
-    tl.store(chosen + own * selected + place, index, mask=take)
+    tl.store(chosen + own * selected + place, here, mask=take)
 
 
 # ---- scratch ----
@@ -521,41 +522,45 @@ def finish(
         tl.arange(0, BLOCKS_UP),
     )
     wide = dims < VALUE
+    # All reads are asked for first.
     logs = tl.load(partial_lse + head * splits + split, mask=split < splits, other=float("-inf"))
-    top = tl.max(logs, 0)
-    safe = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(tl.exp(logs - safe), 0)
     inner = dims
     if CODED:
         inner = tl.arange(0, VALUE_UP)
-    found = tl.load(
-        parts + (head * blocks + part[:, None]) * VALUE + inner[None, :],
-        mask=(part < blocks)[:, None] & (inner < VALUE)[None, :],
-        other=0.0,
-    )
-    found = tl.sum(found, 0)
-    if CODED:
         turn = tl.load(
             rotation + inner[:, None] * VALUE + dims[None, :],
             mask=(inner < VALUE)[:, None] & wide[None, :],
             other=0.0,
         )
+    found = tl.load(
+        parts + (head * blocks + part[:, None]) * VALUE + inner[None, :],
+        mask=(part < blocks)[:, None] & (inner < VALUE)[None, :],
+        other=0.0,
+    )
+    if NEAR_UP:
+        other = tl.arange(0, NEAR_UP)
+        near_logs = tl.load(
+            near_lse + head * near_splits + other, mask=other < near_splits, other=float("-inf")
+        )
+        states = tl.load(
+            near + (head * near_splits + other[:, None]) * VALUE + dims[None, :],
+            mask=(other < near_splits)[:, None] & wide[None, :],
+            other=0.0,
+        )
+    top = tl.max(logs, 0)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(tl.exp(logs - safe), 0)
+    found = tl.sum(found, 0)
+    if CODED:
         found = tl.sum(turn * found[:, None], 0)
     if MEAN:
         found += tl.load(mean + head // GROUP * VALUE + dims, mask=wide, other=0.0).to(tl.float32)
     found = tl.where(total == 0.0, 0.0, found)
     all_lse = tl.where(total == 0.0, float("-inf"), safe + tl.log(tl.where(total == 0.0, 1.0, total)))
     if NEAR_UP:
-        other = tl.arange(0, NEAR_UP)
-        logs = tl.load(near_lse + head * near_splits + other, mask=other < near_splits, other=float("-inf"))
-        states = tl.load(
-            near + (head * near_splits + other[:, None]) * VALUE + dims[None, :],
-            mask=(other < near_splits)[:, None] & wide[None, :],
-            other=0.0,
-        )
-        top = tl.maximum(tl.max(logs, 0), all_lse)
+        top = tl.maximum(tl.max(near_logs, 0), all_lse)
         safe = tl.where(top == float("-inf"), 0.0, top)
-        weights, far = tl.exp(logs - safe), tl.exp(all_lse - safe)
+        weights, far = tl.exp(near_logs - safe), tl.exp(all_lse - safe)
         total = tl.sum(weights, 0) + far
         found = tl.sum(states * weights[:, None], 0) + found * far
         found /= tl.where(total == 0.0, 1.0, total)
