@@ -15,7 +15,7 @@ from torch.nn.functional import avg_pool1d, cosine_similarity, pad
 from kvfold.allocate.transform import ERROR, Components, Groups, fill
 from kvfold.codecs.rotated import prepare
 from kvfold.errors import BudgetError
-from kvfold.kernels.reference import column_mass
+from kvfold.kernels.column_sums import column_sums
 from kvfold.methods.base import LayerView
 from kvfold.methods.fit import future_queries
 from kvfold.methods.scores import keys_for_scores
@@ -207,12 +207,11 @@ class Window:
         _, index = self._queries(view)
         query = future_queries(view, self.row, self.method.horizon)
         keys = keys_for_scores(view)[self.row : self.row + 1, :, self.first :]
-        squares = column_mass(
+        squares = column_sums(
             query[None].to(keys.dtype),
             keys,
             view.scaling,
-            None,
-            view.softcap,
+            softcap=view.softcap,
             kv_heads=self.heads,
             squared=True,
         )
@@ -523,8 +522,9 @@ def leading(gram: Tensor, count: int, rounds: int = 2, spare: int = 16) -> tuple
     n = len(gram)
     generator = torch.Generator("cpu").manual_seed(0)
     basis = torch.randn(n, min(count + spare, n), generator=generator).to(gram)
-    for _ in range(rounds + 1):
-        basis = orthonormal(gram @ basis)
+    for _ in range(rounds):
+        basis = orthonormal(gram @ basis, passes=1)
+    basis = orthonormal(gram @ basis)
     inner = basis.t() @ gram @ basis
     # Vectors end in float32, for which half of the time does; what they hold is then measured.
     turned = basis @ torch.linalg.eigh(inner.float())[1].to(gram)
@@ -533,15 +533,22 @@ def leading(gram: Tensor, count: int, rounds: int = 2, spare: int = 16) -> tuple
     return values[order], turned[:, order]
 
 
-def orthonormal(x: Tensor) -> Tensor:
+def orthonormal(x: Tensor, passes: int = 2) -> Tensor:
     """An orthonormal basis (n, k) of the columns of x (n, k), float64: by Cholesky factors, which a GPU finds far faster than QR.
+
+    Parameters
+    ----------
+    x : (n, k)
+        Where columns are too nearly dependent for Cholesky factors, QR is used.
+    passes : int
+        1 suffices where only their span matters.
 
     References
     ----------
-    Fukaya and others, "CholeskyQR2" (2014); where columns are too nearly dependent for it, QR.
+    Fukaya and others, "CholeskyQR2" (2014).
     """
     found = x
-    for _ in range(2):
+    for _ in range(passes):
         factor, failed = torch.linalg.cholesky_ex(found.t() @ found)
         if bool(failed):
             return torch.linalg.qr(x)[0]
