@@ -223,18 +223,20 @@ def attend(
     partial = query.new_empty(heads, pieces * splits, blocks * width, dtype=torch.float32)
     partial_lse = query.new_empty(heads, pieces * splits, dtype=torch.float32)
     logits = query.new_empty(heads, length, dtype=torch.float32)
+    # Keys of a tile are in registers.
+    tile = 128 if dim <= 128 else 64
     scratch = _Scratch(keys, values, sets, length, chosen, chunk)
     for index in range(pieces):
         first, count = index * piece, min(piece, tokens - index * piece)
         key_side, value_side = scratch.fill(first, count)
-        kernels.logits[(kv_heads, -(-count // 128))](
+        kernels.logits[(kv_heads, -(-count // tile))](
             query, *key_side, rows, row_scale, query if keys.mean is None else keys.mean, *at,
             query if chosen is None else chosen, query if outliers is None else outliers, logits,
             length, count, first, start, keys.rank, 0 if chosen is None else chosen.shape[1], banned, scaling,
             1.0 if turns is None else turns.scale, softcap or 0.0, GROUP=heads // kv_heads,
             ROWS=_rows(heads // kv_heads), DIM=dim, DIM_UP=_power(dim), CHUNK=chunk, SETS=sets, BANNED_UP=banned and _power(banned), FINE=FINE,
             GATHERED=chosen is not None, SCALED=keys.code is not None, BASIS_SCALED=keys.scales is not None,
-            MEAN=keys.mean is not None, TURNED=turns is not None, CAPPED=softcap is not None, BLOCK=128, STEP=64,
+            MEAN=keys.mean is not None, TURNED=turns is not None, CAPPED=softcap is not None, BLOCK=tile, STEP=64,
             num_warps=8, num_stages=4,
         )  # fmt: skip
         kernels.mix[(splits, blocks, sets)](
