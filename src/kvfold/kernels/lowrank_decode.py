@@ -22,6 +22,7 @@ from kvfold.codecs.rotated import RotatedCode
 from kvfold.kernels.dense_decode import MAX_DIM, problem
 from kvfold.kernels.position_bias import FINE, Turns
 from kvfold.kernels.reference import Part
+from kvfold.kernels.streams import aside, joined
 from kvfold.kernels.transfer import sent
 
 __all__ = ["Factors", "attend", "choose", "fits", "key_basis", "narrow", "prepare", "problem"]
@@ -175,6 +176,7 @@ def attend(
     outliers: Tensor | None = None,
     basis: tuple[Tensor, Tensor] | None = None,
     near: Part | None = None,
+    stream: int = 0,
     piece: int = PIECE,
 ) -> Part:
     """Attention of one query a head over all tokens in factors, or over chosen chunks, and over others beside them.
@@ -199,6 +201,8 @@ def attend(
         Of `key_basis`.
     near : (outputs (1, heads, splits, value_dim) float32, log-sum-exp (1, heads, splits) float32), optional
         Of other tokens, by splits (`dense_decode.partials`).
+    stream : int
+        Number of the one aside on which values are decoded beside keys.
     piece : int
         Tokens decoded at a time; a multiple of 128.
 
@@ -228,7 +232,9 @@ def attend(
     scratch = _Scratch(keys, values, sets, length, chosen, chunk)
     for index in range(pieces):
         first, count = index * piece, min(piece, tokens - index * piece)
-        key_side, value_side = scratch.fill(first, count)
+        with aside(device, stream):
+            value_side = scratch.fill(1, first, count)
+        key_side = scratch.fill(0, first, count)
         kernels.logits[(kv_heads, -(-count // tile))](
             query, *key_side, rows, row_scale, query if keys.mean is None else keys.mean, *at,
             query if chosen is None else chosen, query if outliers is None else outliers, logits,
@@ -239,6 +245,7 @@ def attend(
             MEAN=keys.mean is not None, TURNED=turns is not None, CAPPED=softcap is not None, BLOCK=tile, STEP=64,
             num_warps=8, num_stages=4,
         )  # fmt: skip
+        joined(device, stream)
         kernels.mix[(splits, blocks, sets)](
             logits, *value_side, partial, partial_lse, length, count, each, pieces * splits, index * splits, blocks * width,
             HEADS=heads // sets, ROWS=_rows(heads // sets), WIDTH=width, SCALED=values.code is not None,
@@ -285,38 +292,24 @@ class _Scratch:
         ]
         self.scales = keys.factors.new_empty(2, sets, length, dtype=torch.float32)
 
-    def fill(self, first: int, count: int) -> list[tuple[Tensor, Tensor, int]]:
-        """For keys and for values: rows, factors on them, and numbers from one row to the next."""
-        if all(self.there):
-            return [(rows[first:], rows, rows.shape[1]) for rows in self.rows]
-        sides = []
-        for side, rows, scales in zip(self.sides, self.rows, self.scales, strict=True):
-            tiles, levels, norms, parts = rows, rows, rows, -(-rows.shape[-1] // (8 * COLUMNS))
-            if side.code is not None and side.norms is not None:
-                tiles, levels, norms = *_tiles(side.code, rows.device), side.norms
-                parts = len(tiles)
-            tensors = side.factors, norms, tiles, levels, rows, scales
-            sizes = side.rank, side.factors.shape[1], norms.shape[-1], rows.shape[-1]
-            sides.append((tensors, sizes, parts, side.code))
-        chosen = self.chosen
-        # Of other types they have a launch each.
-        alike = [tensor.dtype for tensor in sides[0][0]] == [tensor.dtype for tensor in sides[1][0]]
-        for (tensors, sizes, parts, code), other in (
-            [(sides[0], sides[1])] if alike else [(side, None) for side in sides]
-        ):
-            more = other or (tensors, sizes, 0, code)
-            codes = [one for one in (code, more[3]) if one is not None]
-            _kernels().unpack[(-(-count // 32), parts + more[2], self.sets)](
-                *tensors, *sizes, parts, *more[0], *more[1], self.rows[0] if chosen is None else chosen, self.length, count,
-                first, 0 if chosen is None else chosen.shape[1], CODED=bool(codes),
-                EIGHTS=all(count % 8 == 0 for one in codes for _, count in one.groups),
-                GROUPS_UP=max((_power(len(one.groups), 8) for one in codes), default=8), CHUNK=self.chunk,
-                GATHERED=chosen is not None, BLOCK=32, STEP=COLUMNS, num_warps=8,
-            )  # fmt: skip
-        return [
-            (rows[first:] if there else rows, scales, rows.shape[-1])
-            for rows, scales, there in zip(self.rows, self.scales, self.there, strict=True)
-        ]
+    def fill(self, part: int, first: int, count: int) -> tuple[Tensor, Tensor, int]:
+        """Of keys (0) or values (1): rows, factors on them, and numbers from one row to the next."""
+        side, rows, scales, chosen = self.sides[part], self.rows[part], self.scales[part], self.chosen
+        if self.there[part]:
+            return rows[first:], rows, rows.shape[1]
+        tiles, levels, norms = rows, rows, rows
+        parts, groups, eights = -(-rows.shape[-1] // (8 * COLUMNS)), 8, False
+        if side.code is not None and side.norms is not None:
+            tiles, levels, norms = *_tiles(side.code, rows.device), side.norms
+            parts, groups = len(tiles), _power(norms.shape[-1], 8)
+            eights = all(count % 8 == 0 for _, count in side.code.groups)
+        _kernels().unpack[(-(-count // 32), parts, self.sets)](
+            side.factors, norms, tiles, levels, rows, scales, side.rank, side.factors.shape[1], norms.shape[-1], rows.shape[-1],
+            rows if chosen is None else chosen, self.length, count, first, 0 if chosen is None else chosen.shape[1],
+            CODED=side.code is not None, EIGHTS=eights, GROUPS_UP=groups, CHUNK=self.chunk, GATHERED=chosen is not None,
+            BLOCK=32, STEP=COLUMNS, num_warps=8,
+        )  # fmt: skip
+        return rows, scales, rows.shape[-1]
 
 
 def key_basis(keys: Factors) -> tuple[Tensor, Tensor]:

@@ -230,28 +230,15 @@ def _decode(codes, levels, rows, column, count, factor, inside, WIDTH: tl.conste
             _put(code, levels, rows, component, factor, mask)
 
 
-_SIZES = ["rank", "nbytes", "groups", "parts", "length", "count", "first", "selected"]
-"""Whose values differ from window to window: a kernel for each kind of them would cost more time than it saves."""
-
-
-@triton.jit(do_not_specialize=[*_SIZES, "value_rank", "value_nbytes", "value_groups"])
+# Their values differ from window to window: a kernel for each kind of them would cost more time than it saves.
+@triton.jit(do_not_specialize=["rank", "nbytes", "groups", "length", "count", "first", "selected"])
 def unpack(
-    factors, norms, tiles, levels, rows, scales, rank, nbytes, groups, stride, parts,
-    value_factors, value_norms, value_tiles, value_levels, value_rows, value_scales, value_rank, value_nbytes, value_groups,
-    value_stride, chosen, length, count, first, selected,
+    factors, norms, tiles, levels, rows, scales, rank, nbytes, groups, stride, chosen, length, count, first, selected,
     CODED: tl.constexpr, EIGHTS: tl.constexpr, GROUPS_UP: tl.constexpr, CHUNK: tl.constexpr, GATHERED: tl.constexpr,
     BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Decode a tile of some tokens' factors, each divided by its largest norm; padding of a row is zero.
-
-    The first `parts` programs of the second axis are keys', the others values'.
-    """
+    """Decode a tile of some tokens' factors, each divided by its largest norm; padding of a row is zero."""
     tile = tl.program_id(1)
-    if tile >= parts:
-        tile -= parts
-        factors, norms, tiles, levels = value_factors, value_norms, value_tiles, value_levels
-        rows, scales = value_rows, value_scales
-        rank, nbytes, groups, stride = value_rank, value_nbytes, value_groups, value_stride
     own, row = tl.program_id(2).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     line, inside = own * length + row, row < count
     # Rows beyond the last are safe to read.

@@ -110,6 +110,7 @@ def _decode_row(
         outliers=parts.get("outliers"),
         basis=basis,
         near=near if before is None else None,
+        stream=aside_number,
     )
     return far if before is None else dense_decode.merged(query, near, merge([far, before]))
 
