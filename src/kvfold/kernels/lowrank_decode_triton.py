@@ -239,6 +239,13 @@ def unpack(
 ):  # fmt: skip
     """Decode a tile of some tokens' factors, each divided by its largest norm; padding of a row is zero."""
     tile = tl.program_id(1)
+    if CODED:
+        tiles += tile * 8
+        width, its = tl.load(tiles), tl.load(tiles + 1)
+        start, size = tl.load(tiles + 2), tl.load(tiles + 3)
+        column = tl.load(tiles + 4) + tl.arange(0, STEP)
+        byte = tl.load(tiles + 5)
+        levels += tl.load(tiles + 6)
     own, row = tl.program_id(2).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     line, inside = own * length + row, row < count
     # Rows beyond the last are safe to read.
@@ -252,12 +259,7 @@ def unpack(
         most = tl.maximum(tl.max(norm, 1), 1e-30)
         if tile == 0:
             tl.store(scales + line, most, mask=inside)
-        tiles += tile * 8
-        width, its = tl.load(tiles), tl.load(tiles + 1)
-        start, size = tl.load(tiles + 2), tl.load(tiles + 3)
-        column = tl.load(tiles + 4) + tl.arange(0, STEP)
-        codes = factors + token[:, None] * nbytes + tl.load(tiles + 5)
-        levels += tl.load(tiles + 6)
+        codes = factors + token[:, None] * nbytes + byte
         factor = tl.sum(tl.where((group == its)[None, :], norm, 0.0), 1) / most
         if width == 0:
             tl.store(
