@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvfold.codecs.rotated import RotatedCode
 from kvfold.kernels import lowrank_decode
 from kvfold.kernels.dense_decode import Exact
+from kvfold.kernels.lowrank_decode import Factors
 from kvfold.methods import XKV
 from kvfold.stores.base import AttendContext
 from kvfold.stores.lowrank import decode
@@ -168,8 +170,30 @@ def check_choice():
         torch.testing.assert_close(got, best, rtol=0.01, atol=1e-13)
 
 
+def check_unpacking():
+    """Rows of every width, in groups of eights, and of odd sizes, there of chosen chunks too."""
+    chosen = torch.tensor([[1, 2, 6], [0, 5, 7]], dtype=torch.int32, device=DEVICE)
+    for first, second in ((296, 24), (13, 9)):
+        for width in range(1, 9):
+            code = RotatedCode(((width, first), (9 - width, second)), norms="group")
+            codes, norms = code.encode(torch.randn(40, code.dim, device=DEVICE))
+            basis = torch.zeros(1, code.dim, 16, dtype=torch.uint8, device=DEVICE)
+            side = Factors(codes, norms, code, basis, norms, None)
+            expected = code.decode(codes, norms)
+            for some, chunk in ((None, 1), (chosen, 5))[: 1 + first % 2]:
+                if some is not None:
+                    expected = expected.view(8, 5, -1)[some.long()].flatten(1, 2)
+                sets, count = (1, 40) if some is None else (2, 15)
+                scratch = lowrank_decode._Scratch(side, side, sets, count, some, chunk)
+                rows, scales, stride = scratch.fill(1, 0, count)
+                found = rows[..., : code.dim].float() * scales[..., None]
+                torch.testing.assert_close(found, expected.view_as(found), rtol=2e-3, atol=1e-6)
+                assert stride == rows.shape[-1] and not rows[..., code.dim :].any()
+
+
 def check_all(monkeypatch):
     monkeypatch.setattr(lowrank_decode, "problem", lambda device: None)
+    check_unpacking()
     check_choice()
     check()
 
