@@ -19,7 +19,7 @@ from kvfold.hf.cache import FoldedCache
 from kvfold.hf.fingerprint import fingerprint
 from kvfold.hf.modality import see_prompt
 from kvfold.hf.support import CACHE_KEYWORD, cache_shape, check_supported
-from kvfold.methods.base import Method
+from kvfold.methods.base import Method, check_method
 from kvfold.methods.work import Work
 
 _OWN_ARGUMENTS = {
@@ -28,8 +28,10 @@ _OWN_ARGUMENTS = {
     "attention_mask",
     "position_ids",
     "past_key_values",
+    "cache",
     "use_cache",
     "logits_to_keep",
+    "labels",
 }
 
 
@@ -73,9 +75,10 @@ def fold(
     UnsupportedModelError, BudgetError, NonFiniteError, KvfoldError
         Before any work where that is possible; the model is never changed.
     """
+    check_method(method)
     check_supported(model)
     check_calibration(model, method)
-    _check_prompt(input_ids, attention_mask)
+    _check_prompt(input_ids, attention_mask, chunk_size)
     inputs = dict(inputs or {})
     known = _OWN_ARGUMENTS & {*inputs}
     if known:
@@ -162,7 +165,14 @@ def check_calibration(model: Any, method: Method) -> None:
             )
 
 
-def _check_prompt(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> None:
+def _check_prompt(
+    input_ids: torch.Tensor, attention_mask: torch.Tensor | None, chunk_size: int | None
+) -> None:
+    if not isinstance(input_ids, torch.Tensor) or input_ids.is_floating_point():
+        found = input_ids.dtype if isinstance(input_ids, torch.Tensor) else type(input_ids).__name__
+        raise KvfoldError(f"input_ids must be an int64 tensor (batch, tokens), not {found}")
+    if chunk_size is not None and chunk_size < 1:
+        raise KvfoldError(f"chunk_size must be at least 1 token, not {chunk_size}")
     if input_ids.dim() != 2:
         raise KvfoldError(f"input_ids must be (batch, tokens), not {tuple(input_ids.shape)}")
     if input_ids.shape[0] == 0 or input_ids.shape[1] == 0:
@@ -210,6 +220,7 @@ def attach(model: Any, method: Method) -> Iterator[Folding]:
     >>> with kvfold.attach(model, kvfold.RDKV(keep=0.1)):
     ...     model.generate(**inputs)
     """
+    check_method(method)
     check_supported(model)
     check_calibration(model, method)
     original = model.generate

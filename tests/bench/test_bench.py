@@ -178,7 +178,7 @@ def test_throughput_takes_the_largest_batch_of_the_budget(setup):
     four = [row for row in rows if row["label"] == "four"][-1]
     assert four["batch"] == (3 * one + 5) // four["bytes"] > 12
     assert four["tokens_per_second"] == pytest.approx(1e3 * four["batch"] / four["ms"])
-    with pytest.raises(KvfoldError, match="one request of 96 tokens takes"):
+    with pytest.raises(KvfoldError, match="--budget of 73,727 bytes: one request of 96 tokens takes 73,728"):
         list(throughput(setup, one - 1))
 
 
@@ -190,6 +190,8 @@ def test_fold_compares_with_the_prefill(setup):
         assert row["layer_bytes"] == full_bytes(setup.config, 2 * 96, torch.float32) // 3
         assert row["scratch_bytes"] > 0
         assert row["above_layers"] == pytest.approx(1 + row["scratch_bytes"] / row["layer_bytes"])
+    with pytest.raises(KvfoldError, match="--method full: it folds nothing"):
+        list(fold(replace(setup, candidates=(Candidate("full", kvfold.Full()),))))
 
 
 def test_bad_input_is_refused_before_any_work(setup, monkeypatch):

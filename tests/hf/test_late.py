@@ -88,6 +88,57 @@ def test_an_interrupted_round_leaves_nothing(late):
     same(folded(True), folded(False))
 
 
+@pytest.mark.parametrize("how", ["late", "failing"])
+def test_a_segment_reopened_for_a_fold_that_never_came_is_put_back(how, request, monkeypatch):
+    """Its evicted tokens, zeros while it is open, must not be attended to."""
+
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    model, ids = tiny_model("llama"), prompt(60)
+    cache = FoldedCache(SnapKV(keep=0.3, window=8), model.config)
+    with torch.no_grad():
+        model(ids[:, :40], **{CACHE_KEYWORD: cache})
+    expected, twin = tensors(cache), cache.fork()
+    if how == "late":
+        request.getfixturevalue("late")
+        interrupt(model, ids[:, 40:], cache, layer=0)
+    else:
+        monkeypatch.setattr(SnapKV, "fold", fail)
+        with torch.no_grad(), pytest.raises(KeyboardInterrupt):
+            model(ids[:, 40:], **{CACHE_KEYWORD: cache})
+        monkeypatch.undo()
+    cache.crop(40)
+    same(tensors(cache), expected)
+    with torch.no_grad():
+        found, wanted = (model(prompt(1, seed=3), **{CACHE_KEYWORD: one}).logits for one in (cache, twin))
+    assert torch.equal(found, wanted)
+
+
+def test_going_on_after_the_last_layer_failed_to_fold_a_reopened_prompt(monkeypatch):
+    fold_, model, ids = SnapKV.fold, tiny_model("llama"), prompt(60)
+
+    def fail(method, views):
+        if views[0].layer_idx == 2:
+            raise KeyboardInterrupt
+        return fold_(method, views)
+
+    cache = FoldedCache(SnapKV(keep=0.3, window=8), model.config)
+    with torch.no_grad():
+        model(ids[:, :40], **{CACHE_KEYWORD: cache})
+        expected = tensors(cache, 2)
+        monkeypatch.setattr(SnapKV, "fold", fail)
+        with pytest.raises(KeyboardInterrupt):
+            model(ids[:, 40:], **{CACHE_KEYWORD: cache})
+        model(prompt(1, seed=3), **{CACHE_KEYWORD: cache})
+    assert [(layer.folded_tokens, layer.tail) for layer in cache.folded_layers] == [
+        (60, 1),
+        (60, 1),
+        (40, 21),
+    ]
+    same(tensors(cache, 2), expected)
+
+
 def test_prompts_of_speculative_decoding(request):
     def folded():
         cache = FoldedCache(RDKV(keep=0.3, window=8), model.config)

@@ -410,6 +410,23 @@ def test_a_short_row_in_a_batch_is_kept_whole():
         assert len(layer.segments[0].store.kept(1, 0, rotary).positions) < 200
 
 
+@methods_and(*SELECTIONS)
+def test_very_short_rows_beside_a_long_one(method):
+    """Shorter than what a method keeps exact anyway."""
+    model = tiny_model("llama")
+    ids, mask = left_pad(prompt(90, 3), [89, 0, 86])
+    if method.name == "blockgtq" and method.keep:  # padding is stored
+        with pytest.raises(BudgetError, match="padding"):
+            fold(model, ids, method, mask)
+        return
+    cache = fold(model, ids, method, mask)
+    assert cache.report[0]["folded"]
+    twin, question = decoded(cache), prompt(3, 3, seed=3)
+    mask = torch.cat([mask, mask.new_ones(3, 3)], 1)
+    found = steps(model, cache, question, mask)
+    assert torch.allclose(found, steps(model, twin, question, mask), atol=2e-3)
+
+
 @pytest.mark.parametrize(
     ("ids", "mask", "message"),
     [
@@ -417,12 +434,34 @@ def test_a_short_row_in_a_batch_is_kept_whole():
         (torch.zeros(5, dtype=torch.long), None, "input_ids must be"),
         (prompt(5), torch.ones(1, 4), "shape of input_ids"),
         (prompt(5), torch.zeros(1, 5), "all zeros"),
+        (prompt(5).tolist(), None, "int64 tensor .* not list"),
+        (prompt(5).float(), None, "int64 tensor .* not torch.float32"),
     ],
 )
 def test_bad_prompts(ids, mask, message):
     with pytest.raises(KvfoldError, match=message):
         fold(tiny_model("llama"), ids, RDKV(keep=0.5), mask)
     assert not bridge.installed()
+
+
+@pytest.mark.parametrize("method", ["rdkv", RDKV, None, {"keep": 0.1}])
+def test_what_is_no_method(method):
+    model = tiny_model("llama")
+    for call in (fold, lambda *_: attach(model, method).__enter__()):
+        with pytest.raises(KvfoldError, match=r"must be a kvfold Method, such as RDKV\(keep=0.1\)"):
+            call(model, prompt(20), method)
+
+
+@pytest.mark.parametrize("chunk_size", [0, -3])
+def test_chunks_of_nothing(chunk_size):
+    with pytest.raises(KvfoldError, match="chunk_size must be at least 1"):
+        fold(tiny_model("llama"), prompt(20), RDKV(keep=0.5), chunk_size=chunk_size)
+
+
+@pytest.mark.parametrize("name", ["input_ids", "past_key_values", "cache", "labels", "use_cache"])
+def test_inputs_that_fold_gives_itself(name):
+    with pytest.raises(KvfoldError, match=f"leave {name} out"):
+        fold(tiny_model("llama"), prompt(20), RDKV(keep=0.5), inputs={name: None})
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,35 @@ def test_an_interrupted_fold_and_reset_give_the_same_bytes(scope):
             assert torch.equal(tensor, other.segments[0].store.tensors()[name]), name
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "cohere2", "deepseek_v3"])
+@pytest.mark.parametrize("configured", [True, False])
+def test_a_cache_that_was_reset_answers_as_a_new_one(architecture, configured):
+    model = tiny_model(architecture)
+    cache = FoldedCache(Full(), model.config if configured else None)
+    generate(model, prompt(40), cache)
+    cache.reset()
+    assert cache.ledger().total == FoldedCache(Full(), model.config).ledger().total
+    assert cache.get_seq_length() == 0
+    expected = generate(model, prompt(30, seed=2), DynamicCache(config=model.config))
+    assert torch.equal(expected, generate(model, prompt(30, seed=2), cache))
+
+
+def test_sliding_layers_that_cannot_be_cropped_leave_the_cache_as_it_is():
+    types = ["full_attention", "sliding_attention", "full_attention"]
+    model = tiny_model.__wrapped__("cohere2", layer_types=types)
+    question = torch.cat([prompt(24), prompt(5, seed=2)], 1)
+    expected = generate(model, question, DynamicCache(config=model.config))
+    cache = fold(model, prompt(24), Full())
+    with pytest.raises(RuntimeError, match="crop"):
+        cache.crop(-3)
+    assert torch.equal(expected, generate(model, question, cache.fork()))
+    interrupt(model, prompt(3, seed=3), cache, layer=0)
+    with pytest.raises(CacheMismatchError, match=r"cache\.reset\(\)"):
+        generate(model, question, cache)
+    cache.reset()
+    assert torch.equal(expected, generate(model, question, cache))
+
+
 def test_reset_is_a_new_cache():
     model = tiny_model("llama")
     cache = fold(model, prompt(60), Full())

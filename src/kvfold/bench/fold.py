@@ -35,7 +35,15 @@ def fold(setup: Setup, rounds: int = 2) -> Iterator[dict[str, Any]]:
         difference (observing attention included) and "share" of the prefill; "scratch_bytes" that folding took at its peak beside
         exact keys and values and the new store, "layer_bytes" of one layer's keys and values, and "above_layers": what folding
         took and the exact layers that it waited for, in layers, which is the peak above the folded cache.
+
+    Raises
+    ------
+    KvfoldError
+        There is no method but the full cache, or not the memory.
     """
+    others = setup.everything[1:]
+    if not others:
+        raise KvfoldError("--method full: it folds nothing; give another")
     model = setup.model
     layers = text_config(setup.config).num_hidden_layers
 
@@ -49,7 +57,6 @@ def fold(setup: Setup, rounds: int = 2) -> Iterator[dict[str, Any]]:
             cache = DynamicCache(config=setup.config)
             return model(ids, use_cache=True, logits_to_keep=1, **{CACHE_KEYWORD: cache})
 
-        others = [c for c in setup.everything if c is not FULL]
         ways: dict[str, Method | None] = {FULL.label: None, **{c.label: c.method for c in others}}
         times: dict[str, list[float]] = {label: [] for label in ways}
         for method in ways.values():  # kernels are built on the first call

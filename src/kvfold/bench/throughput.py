@@ -39,9 +39,7 @@ def throughput(setup: Setup, budget: int) -> Iterator[dict[str, Any]]:
     model = setup.model
     free = free_bytes(setup.device)
     if budget > free:
-        raise KvfoldError(
-            f"--budget {budget / 1e9:.2f}GB: beside the weights {free / 1e9:.2f} GB are free; ask for less"
-        )
+        raise KvfoldError(f"--budget of {budget:,} bytes: beside the weights {free:,} are free; ask for less")
     for tokens in sorted(setup.contexts):
         full = None
         for candidate in setup.everything:
@@ -52,8 +50,8 @@ def throughput(setup: Setup, budget: int) -> Iterator[dict[str, Any]]:
             if not most:
                 if full is None:
                     raise KvfoldError(
-                        f"--budget {budget / 1e9:.2f}GB: one request of {tokens} tokens takes {one / 1e9:.2f} GB as"
-                        " a full cache; give more, or a shorter --context"
+                        f"--budget of {budget:,} bytes: one request of {tokens} tokens takes {one:,} as a full cache; give"
+                        " more, or a shorter --context"
                     )
                 yield about | {"batch": 0, "problem": "no request fits"}
                 continue

@@ -16,7 +16,7 @@ from kvfold.hf.rotary import ModelRotary, rotary_of, uses_rotary
 from kvfold.hf.support import check_version, folds, stock_layers, text_config
 from kvfold.kernels.streams import aside, joined, reached
 from kvfold.ledger import Ledger, storage_bytes, tensor_bytes, tensors_in
-from kvfold.methods.base import Again, LayerView, Method, cannot_read_again
+from kvfold.methods.base import Again, LayerView, Method, cannot_read_again, check_method
 from kvfold.methods.work import Work
 
 if TYPE_CHECKING:
@@ -64,10 +64,7 @@ class FoldedCache(Cache):
         progress: Callable[[int, int], None] | None = None,
     ):
         check_version()
-        if not isinstance(method, Method):
-            raise KvfoldError(
-                f"method must be a kvfold Method, such as RDKV(keep=0.1), not {type(method).__name__}"
-            )
+        check_method(method)
         if prompt_tokens is not None and prompt_tokens < 1:
             raise KvfoldError(f"prompt_tokens must be at least 1, not {prompt_tokens}")
         self.layers: list[CacheLayerMixin]
@@ -201,9 +198,11 @@ class FoldedCache(Cache):
         lengths = {layer.get_seq_length() for layer in self.folded_layers}
         if len(lengths) > 1:
             least = min(lengths)
+            # Other layers have forgotten what they would need.
+            mends = least and len(self.folded_layers) == len(self.layers)
             raise CacheMismatchError(
                 f"a forward pass on this cache was interrupted: its layers hold {least} to {max(lengths)} tokens;"
-                f" call {f'cache.crop({least})' if least else 'cache.reset()'} first, or fold again"
+                f" call {f'cache.crop({least})' if mends else 'cache.reset()'} first, or fold again"
             )
 
     def get_conv_state(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
@@ -222,14 +221,18 @@ class FoldedCache(Cache):
 
     def reset(self) -> None:
         """Forget everything: the cache is as new, told no prompt length."""
-        super().reset()
         self.prompt_end, self.prompt_hash, self.report = None, None, []
         self._views, self._late, self._account, self._recording, self.text = {}, None, {}, False, None
+        self.layers = []  # transformers' own would keep their tokens, as zeros
+        if self.config is not None:
+            self._build_layers(self.config)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens from every layer (see `transformers.Cache.crop`)."""
-        super().crop(tokens_to_remove)
-        for layer in self.layers:
+        self._views, self._late = {}, None  # of a round that was interrupted
+        # Sliding layers may refuse: they come first, so that nothing has changed then.
+        for layer in sorted(self.layers, key=lambda layer: isinstance(layer, FoldedLayer)):
+            layer.crop(tokens_to_remove)
             _let_go(layer)
 
     # ---- folding ----

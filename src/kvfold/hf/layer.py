@@ -79,6 +79,7 @@ class FoldedLayer(CacheLayerMixin):
         self.block_observer = BlockObserver()
         self.recording = False
         self.reopen = False
+        self._reopened: Segment | None = None
         self._recorded: AttentionCall | None = None
         self.module: weakref.ref[torch.nn.Module] | None = None
         self.identity: Identity | None = None
@@ -105,6 +106,7 @@ class FoldedLayer(CacheLayerMixin):
         """Append new states to the tail, announce the layer, return the whole tail."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        self._close()
         assert self.keys is not None and self.values is not None
         self._check_states(key_states, value_states)
         # Nothing may fail between the announcement and the attention call it is for.
@@ -161,6 +163,7 @@ class FoldedLayer(CacheLayerMixin):
         self.__init__(cache, self.layer_idx)  # type: ignore[misc]
 
     def _select(self, index: torch.Tensor) -> None:
+        self._close()
         if self.keys is None or self.values is None:
             return
         index = index.to(self.keys.device)
@@ -193,6 +196,7 @@ class FoldedLayer(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens: a negative number that many, a positive one all beyond that length."""
+        self._close()
         length = self.get_seq_length()
         remove = -tokens_to_remove if tokens_to_remove <= 0 else max(length - tokens_to_remove, 0)
         if remove > length:
@@ -376,7 +380,7 @@ class FoldedLayer(CacheLayerMixin):
         Evicted tokens come back as invalid zeros, so that positions stay logical.
         """
         assert self.keys is not None and self.values is not None
-        segment = self.segments.pop()
+        self._reopened = segment = self.segments.pop()
         store = segment.store
         self.folded_tokens -= store.tokens
         batch, heads = self.keys.shape[:2]
@@ -403,6 +407,17 @@ class FoldedLayer(CacheLayerMixin):
         keys, values = torch.cat([keys, first], 2), torch.cat([values, second], 2)
         self.keys, self.values = (values, keys) if call.expand else (keys, values)
         return torch.cat([seen, key], 2)
+
+    def _close(self) -> None:
+        """Put back a segment that was reopened for a fold which never came (the forward pass was interrupted)."""
+        if self._reopened is None:
+            return
+        assert self.keys is not None and self.values is not None
+        segment, self._reopened = self._reopened, None
+        tokens = segment.store.tokens
+        self.keys, self.values = self.keys[:, :, tokens:].clone(), self.values[:, :, tokens:].clone()
+        self.folded_tokens += tokens
+        self.segments.append(segment)
 
     def _fold_prompt(self, call: AttentionCall, tokens: int) -> bool:
         """Fold the first `tokens` of the tail; False where they are too few and stay as they are."""
@@ -568,6 +583,7 @@ class FoldedLayer(CacheLayerMixin):
         forks share them.
         """
         assert self.keys is not None and self.values is not None
+        self._reopened = None
         again = self.folded_tokens if self.cache.method.refolds else 0
         new = store.tokens - again
         self.keys = self.keys[:, :, new:].clone()

@@ -305,3 +305,10 @@ class Method(ABC):
     def to_dict(self) -> dict[str, Any]:
         """Name and hyper-parameters as plain data."""
         return {"method": self.name, **asdict(self)}
+
+
+def check_method(method: Any) -> None:
+    """Raise KvfoldError for anything but a Method (a name, a class, options)."""
+    if not isinstance(method, Method):
+        found = method.__name__ if isinstance(method, type) else type(method).__name__
+        raise KvfoldError(f"method must be a kvfold Method, such as RDKV(keep=0.1), not {found}")

@@ -304,7 +304,7 @@ class Window:
         """Components and directions (channels, components) of keys and of values of some layers."""
         result = []
         for part, (dim, rank) in enumerate(zip(self.dims, self.ranks, strict=True)):
-            few = self.coded < len(layers) * self.heads * dim
+            few = 0 < self.coded < len(layers) * self.heads * dim
             if few:
                 states = torch.cat([self._some_states(part, layers, tokens) for tokens in self._tokens()])
                 states = (states * self.weights.sqrt()[:, None]).double()

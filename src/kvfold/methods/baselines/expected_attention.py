@@ -79,6 +79,9 @@ class ExpectedAttention(Selection):
 
     def _row_scores(self, view: LayerView, row: int, sinks: Tensor) -> Tensor:
         """Scores of one row, (kv_heads, tokens); what stands at sinks does not matter."""
+        others = view.valid[row] & ~sinks
+        if not others.any():
+            return others.float()
         keys, values = view.keys[row : row + 1], view.values[row : row + 1]
         if view.expand is not None:
             keys, values = view.expand(keys, values)
@@ -89,7 +92,6 @@ class ExpectedAttention(Selection):
         if self.covariance:
             covariance = covariance.unflatten(0, (len(keys), -1)) * view.scaling**2
             logits += ((keys[:, None] @ covariance) * keys[:, None]).sum(-1) / 2
-        others = view.valid[row] & ~sinks
         attention = logits.masked_fill(~others[:, None], -torch.inf).softmax(-1)
         if self.value_norm:
             attention = (attention + self.epsilon) * values.norm(dim=-1)[:, None]
