@@ -95,7 +95,7 @@ def _held(setup: Setup, method: Method, ids: torch.Tensor) -> tuple[int, int]:
             stores = method.fold(views)
         new = storage_bytes([tensor for store in stores for tensor in store.tensors().values()])
         worst = max(worst, found.most - new)
-        exact = max(exact, len(views) + folds_late(views[0]))
+        exact = max(exact, len(views) + (len(views) == 1 and folds_late(views[0])))
         return stores
 
     object.__setattr__(watched, "fold", watch)  # methods are frozen; this one is nobody else's
