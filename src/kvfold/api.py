@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -201,6 +203,27 @@ class Folding:
     cache: FoldedCache | None = None
 
 
+@dataclass(eq=False)
+class _Block:
+    """An open block of `attach`."""
+
+    method: Method
+    thread: int
+    folding: Folding
+
+
+@dataclass
+class _Attached:
+    """A model's open blocks, oldest first, and the `generate` that it had as an attribute of its own."""
+
+    own: Any
+    blocks: list[_Block]
+
+
+_attached: weakref.WeakKeyDictionary[Any, _Attached] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
 @contextmanager
 def attach(model: Any, method: Method) -> Iterator[Folding]:
     """Fold every prompt that `model.generate` gets inside the block.
@@ -215,6 +238,10 @@ def attach(model: Any, method: Method) -> Iterator[Folding]:
     Folding
         Its `cache` attribute holds the newest call's cache.
 
+    Notes
+    -----
+    Where several blocks are open on a model, a call is for the newest that its thread has opened, else for the newest.
+
     Examples
     --------
     >>> with kvfold.attach(model, kvfold.RDKV(keep=0.1)):
@@ -223,9 +250,26 @@ def attach(model: Any, method: Method) -> Iterator[Folding]:
     check_method(method)
     check_supported(model)
     check_calibration(model, method)
-    original = model.generate
-    had_own = "generate" in vars(model)
-    folding = Folding()
+    block = _Block(method, threading.get_ident(), Folding())
+    with _lock:
+        if model not in _attached:
+            _attached[model] = _Attached(vars(model).get("generate"), [])
+            model.generate = _folding(model, model.generate)
+        _attached[model].blocks.append(block)
+    try:
+        yield block.folding
+    finally:
+        with _lock:
+            attached = _attached[model]
+            attached.blocks.remove(block)
+            if not attached.blocks:
+                del _attached[model], model.generate
+                if attached.own is not None:
+                    model.generate = attached.own
+
+
+def _folding(model: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    """The `generate` of a model that blocks of `attach` are open on."""
 
     @wraps(original)
     def generate(inputs: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -233,9 +277,13 @@ def attach(model: Any, method: Method) -> Iterator[Folding]:
             (p for p in (inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if p is not None), None
         )
         names = [name for name in ("past_key_values", "cache") if kwargs.get(name) is not None]
-        if prompt is None or (names and not isinstance(kwargs[names[0]], FoldedCache)):
+        with _lock:
+            blocks = list(_attached[model].blocks) if model in _attached else []
+        if not blocks or prompt is None or (names and not isinstance(kwargs[names[0]], FoldedCache)):
             return original(inputs, *args, **kwargs)
-        cache = kwargs[names[0]] if names else FoldedCache(method, model.config)
+        here = threading.get_ident()
+        block = next((block for block in reversed(blocks) if block.thread == here), blocks[-1])
+        cache = kwargs[names[0]] if names else FoldedCache(block.method, model.config)
         mask = kwargs.get("attention_mask")
         if prompt.dim() == 2:
             see_prompt(cache, model, prompt, kwargs)
@@ -243,23 +291,16 @@ def attach(model: Any, method: Method) -> Iterator[Folding]:
         cache.expect(max(prompt.shape[1], 0 if mask is None else mask.shape[1]))
         if not names:
             kwargs[CACHE_KEYWORD] = cache
-        folding.cache = cache
+        block.folding.cache = cache
         try:
             return original(inputs, *args, **kwargs)
         except BaseException:
             bridge.forget()
             bridge.uninstall(cache)
-            folding.cache = None
+            block.folding.cache = None
             raise
 
-    model.generate = generate
-    try:
-        yield folding
-    finally:
-        if had_own:
-            model.generate = original
-        else:
-            del model.generate
+    return generate
 
 
 def load(path: str | os.PathLike[str], model: Any) -> FoldedCache:

@@ -153,6 +153,8 @@ def test_too_long_a_document(kvfold, model_folder, tmp_path):
         (["lamp.txt", "--option", "crease=1"], "has no option crease"),
         (["lamp.txt", "--option", "scope"], "name=value"),
         (["lamp.txt", "--option", "scope=town"], "expected"),
+        (["lamp.txt"], "rdkv needs a budget: --keep 0.1"),
+        (["lamp.txt", "--method", "snapkv:window=8 >> blockgtq:bits=4"], "snapkv needs a budget: --keep 0.1"),
         (["lamp.txt", "--keep", "0"], "keep"),
         (["lamp.txt", "--keep", "1.5"], "keep"),
         (["lamp.txt", "--keep", "nan"], "keep"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import pytest
 import torch
@@ -98,3 +99,51 @@ def test_the_inner_attach_decides():
         expected = model.generate(ids, max_new_tokens=6, do_sample=False)
     assert torch.equal(before, after)
     assert torch.equal(inner, expected)
+
+
+def test_threads_that_attach_at_once_keep_apart():
+    """Blocks that end in the order they began, each thread's calls for its own, other threads' for the newest."""
+    model, barrier = tiny_model("llama"), Barrier(2, timeout=60)
+    methods = [SnapKV(keep=0.3, window=8), Full()]
+
+    def work(number):
+        if number:
+            barrier.wait()  # the other is open
+        with kvfold.attach(model, methods[number]) as folding:
+            if not number:
+                barrier.wait()
+            barrier.wait()
+            tokens = model.generate(prompt(TOKENS, seed=number), max_new_tokens=6, do_sample=False)
+            barrier.wait()
+            if number:
+                with ThreadPoolExecutor(1) as other:
+                    other.submit(model.generate, prompt(TOKENS), max_new_tokens=1).result()
+                assert folding.cache.get_seq_length() == TOKENS
+                barrier.wait()
+        if not number:
+            barrier.wait()  # this one is closed
+        return tokens, folding.cache.method
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(work, range(2)))
+    assert "generate" not in vars(model)
+    for number, (tokens, method) in enumerate(found):
+        assert method == methods[number]
+        with kvfold.attach(model, method):
+            expected = model.generate(prompt(TOKENS, seed=number), max_new_tokens=6, do_sample=False)
+        assert torch.equal(tokens, expected)
+
+
+def test_a_generate_of_the_models_own_is_given_back():
+    model = tiny_model.__wrapped__("llama")
+    own, seen = model.generate, []
+
+    def generate(*args, **kwargs):
+        seen.append(len(args))
+        return own(*args, **kwargs)
+
+    model.generate = generate
+    with kvfold.attach(model, Full()) as outer, kvfold.attach(model, Full()) as inner:
+        model.generate(prompt(TOKENS), max_new_tokens=1)
+    assert model.generate is generate and len(seen) == 1
+    assert outer.cache is None and inner.cache.get_seq_length() == TOKENS

@@ -55,6 +55,8 @@ def build_method(name: str, given: dict[str, Any], options: Iterable[str]) -> An
     try:
         return make_method(name, **values)
     except (ValueError, TypeError) as error:
+        if "keep" in types_ and "got none" in str(error):
+            raise KvfoldError(f"{name} needs a budget: --keep 0.1 for a tenth of the 16-bit bytes") from error
         raise KvfoldError(str(error)) from error
 
 
