@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from kvfold import RDKV, Full, fold
+from kvfold import RDKV, Full, SnapKV, fold
 from kvfold.errors import CacheMismatchError, KvfoldError, UnsupportedModelError
 from kvfold.hf import CACHE_KEYWORD, FoldedCache
 from kvfold.hf.layer import FoldedLayer
@@ -148,6 +148,32 @@ def test_sliding_layers_that_cannot_be_cropped_leave_the_cache_as_it_is():
         generate(model, question, cache)
     cache.reset()
     assert torch.equal(expected, generate(model, question, cache))
+
+
+@pytest.mark.parametrize("left", [30, 0])
+def test_what_follows_a_prompt_that_was_cut_is_no_prompt(left, tmp_path):
+    model, method = tiny_model("llama"), SnapKV(keep=0.3, window=8)
+    cache = fold(model, prompt(60), method)
+    cache.crop(left - 60)
+    if left:
+        cache.save(tmp_path / "cut.kvf")
+        question = torch.cat([prompt(60)[:, :30], prompt(1, seed=2)], 1)
+        generate(model, question, cache, max_new_tokens=40)
+        assert [(layer.folded_tokens, layer.tail) for layer in cache.folded_layers] == [(30, 40)] * 3
+    else:
+        generate(model, prompt(50, seed=2), cache, max_new_tokens=20)
+        assert [(layer.folded_tokens, layer.tail) for layer in cache.folded_layers] == [(50, 19)] * 3
+
+
+def test_a_chunk_that_is_read_again_is_of_the_prompt():
+    model, method = tiny_model("llama"), SnapKV(keep=0.3, window=8)
+    cache = FoldedCache(method, model.config, prompt_tokens=60)
+    with torch.no_grad():
+        model(prompt(60)[:, :40], **{CACHE_KEYWORD: cache})
+        interrupt(model, prompt(20, seed=2), cache)
+        cache.crop(40)
+        model(prompt(60)[:, 40:], **{CACHE_KEYWORD: cache})
+    assert [layer.folded_tokens for layer in cache.folded_layers] == [60] * 3
 
 
 def test_reset_is_a_new_cache():

@@ -229,11 +229,15 @@ class FoldedCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens from every layer (see `transformers.Cache.crop`)."""
+        seen = min((layer.get_seq_length() for layer in self.folded_layers), default=0)
         self._views, self._late = {}, None  # of a round that was interrupted
         # Sliding layers may refuse: they come first, so that nothing has changed then.
         for layer in sorted(self.layers, key=lambda layer: isinstance(layer, FoldedLayer)):
             layer.crop(tokens_to_remove)
             _let_go(layer)
+        if self.prompt_end is not None and self.get_seq_length() < self.prompt_end <= seen:
+            # A complete prompt that is cut is a shorter prompt: what comes next is none of it.
+            self.prompt_end, self.prompt_hash = self.get_seq_length() or None, None
 
     # ---- folding ----
 
