@@ -96,6 +96,7 @@ def test_a_method_that_fails_is_told_at_the_end(kvfold, grid):
         (["-m", "MODEL", "--task", "needle", "--method", "kivy"], "did you mean kivi"),
         (["-m", "MODEL", "--task", "needle", "--tokens", "2k"], "--tokens 2k: expected whole numbers"),
         (["-m", "MODEL", "--task", "needle", "--tokens", "9999"], "reads at most 640"),
+        (["-m", "MODEL", "--task", "needle", "--tokens", "9"], "needle at 9 tokens: needle takes at least "),
         (["-m", "MODEL", "--task", "needle", "--view", "sometimes"], "unknown choice 'sometimes'"),
         (["-m", "MODEL", "--task", "needle", "--device", "tpu"], "--device tpu: choose from"),
         (["nowhere.yaml"], "nowhere.yaml"),

@@ -41,11 +41,11 @@ def fit(
     Raises
     ------
     KvfoldError
-        Even `least` units are too long; the message names the least number of tokens.
+        Even `least` units are too long; the message says how many tokens more they take.
     """
     needed = length(build(least), count)
     if needed > tokens:
-        raise KvfoldError(f"{task}: {tokens} tokens are too few, this sample takes at least {needed}")
+        raise KvfoldError(f"{task} takes at least {needed - tokens} tokens more")
     units = largest(lambda n: length(build(n), count), tokens, least, most, needed)
     return build(units)
 
