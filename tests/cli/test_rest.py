@@ -27,6 +27,12 @@ def test_help_ends_with_an_example(kvfold, command):
     assert f"Example: kvfold {command}" in result.stdout.strip().splitlines()[-1]
 
 
+def test_the_package_runs_as_a_module():
+    command = [sys.executable, "-m", "kvfold", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "") and __version__ in done.stdout
+
+
 def test_help_names_every_command_and_is_quick():
     best = 9.0
     for _ in range(3):
