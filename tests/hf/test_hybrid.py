@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache
 
 from kvfold import RDKV, BlockGTQ, Full, PublishedRDKV, fold
-from kvfold.errors import KvfoldError
+from kvfold.errors import KvfoldError, UnsupportedModelError
 from kvfold.hf import CACHE_KEYWORD, FoldedCache, check_supported
 from kvfold.hf.layer import FoldedLayer
 from kvfold.ledger import tensors_in
@@ -96,6 +96,15 @@ def test_heads_of_two_sizes(method, wide):
         full = model(torch.cat([ids, more], 1)).logits[:, 80:]
         folded = model(more, **{CACHE_KEYWORD: cache}).logits
     assert (folded - full).norm() < 0.06 * full.norm()
+
+
+@pytest.mark.parametrize("configured", [True, False])
+def test_a_cache_without_a_layer_to_fold(configured):
+    model = tiny_model("mistral", sliding_window=8)
+    with pytest.raises(UnsupportedModelError, match="no full-attention layer, so there is nothing to fold"):
+        generate(model, prompt(24), FoldedCache(Full(), model.config if configured else None))
+    with pytest.raises(UnsupportedModelError, match="no full-attention layer, so there is nothing to fold"):
+        fold(model, prompt(24), Full())
 
 
 def test_linear_layers_need_the_config_beforehand():

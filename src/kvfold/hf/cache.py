@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvfold.errors import CacheMismatchError, KvfoldError
+from kvfold.errors import CacheMismatchError, KvfoldError, UnsupportedModelError
 from kvfold.hf import bridge, inputs
 from kvfold.hf.layer import FoldedLayer
 from kvfold.hf.rotary import ModelRotary, rotary_of, uses_rotary
@@ -52,7 +52,7 @@ class FoldedCache(Cache):
     Raises
     ------
     UnsupportedModelError
-        transformers is too old.
+        transformers is too old, or no layer of the config is full attention.
     """
 
     def __init__(
@@ -120,6 +120,10 @@ class FoldedCache(Cache):
         for layer_idx, stock in enumerate(stock_layers(config)):
             if layer_idx >= len(self.layers):
                 self.layers.append(FoldedLayer(self, layer_idx) if folds(stock) else stock)
+        if not self.folded_layers:
+            raise UnsupportedModelError(
+                "the model has no full-attention layer, so there is nothing to fold: use transformers' own cache"
+            )
         if self._recording:
             super().activate_past_recording()
 
