@@ -1,5 +1,9 @@
 """The errors kvfold raises, each a ValueError whose message says what to do."""
 
+from __future__ import annotations
+
+import math
+
 
 class KvfoldError(ValueError):
     """Base of every error that kvfold raises on purpose."""
@@ -11,6 +15,16 @@ class UnsupportedModelError(KvfoldError):
 
 class BudgetError(KvfoldError):
     """The byte budget is impossible; the message names the smallest possible one."""
+
+    @classmethod
+    def of(cls, what: str, least: int, full: int) -> BudgetError:
+        """What a budget cannot pay for, the bytes that this takes at least, and those of the exact 16-bit cache."""
+        if least > full:
+            return cls(
+                f"{what}, which takes more than its exact cache: the prompt is too short to be folded so"
+            )
+        keep = math.ceil(1e4 * least / full) / 1e4
+        return cls(f"{what}: at least keep={keep:.4f} ({16 * keep:.3f} bits per element) is needed")
 
 
 class NonFiniteError(KvfoldError):

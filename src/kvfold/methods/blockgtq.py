@@ -184,10 +184,10 @@ class BlockGTQ(Method):
         least += self._constant_bytes(kv_heads, key_dim, value_dim)
         full = 2 * tokens * kv_heads * (key_dim + value_dim)
         if self.budget and self.budget.bytes(tokens, kv_heads, key_dim, value_dim) < least:
-            raise BudgetError(
-                f"the budget is smaller than the metadata and the narrowest codes of a {tokens}-token prompt: at least"
-                f" keep={least / full:.4f} ({16 * least / full:.3f} bits per element) is needed"
+            what = (
+                f"the budget is smaller than the metadata and the narrowest codes of a {tokens}-token prompt"
             )
+            raise BudgetError.of(what, least, full)
 
     def fold(self, views: Sequence[LayerView]) -> list[Store]:
         return [self._folded(view) for view in views]

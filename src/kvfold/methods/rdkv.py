@@ -155,10 +155,8 @@ class RDKV(Method):
         least += self._more_bytes(layout, kv_heads)[1]
         full = 2 * tokens * kv_heads * (key_dim + value_dim)
         if self.budget.counts_metadata and self.budget.bytes(tokens, kv_heads, key_dim, value_dim) < least:
-            raise BudgetError(
-                f"the budget is smaller than the metadata of a {tokens}-token prompt: at least"
-                f" keep={least / full:.4f} ({16 * least / full:.3f} bits per element) is needed"
-            )
+            what = f"the budget is smaller than the metadata of a {tokens}-token prompt"
+            raise BudgetError.of(what, least, full)
 
     def _more_bytes(self, layout: GradedLayout, kv_heads: int) -> tuple[int, int]:
         """Bytes of a token, and of a row, that records take beside the plain form's."""

@@ -172,10 +172,8 @@ class PublishedRDKV(Method):
         least = max(layout.fixed_bytes(kv_heads) + kv_heads * self._least_head(layout) for layout in layouts)
         full = 2 * tokens * kv_heads * (key_dim + value_dim)
         if self.budget.counts_metadata and self.budget.bytes(tokens, kv_heads, key_dim, value_dim) < least:
-            raise BudgetError(
-                f"the budget is smaller than the metadata of a {tokens}-token prompt: at least"
-                f" keep={least / full:.4f} ({16 * least / full:.3f} bits per element) is needed"
-            )
+            what = f"the budget is smaller than the metadata of a {tokens}-token prompt"
+            raise BudgetError.of(what, least, full)
 
     # ---- distortion ----
 

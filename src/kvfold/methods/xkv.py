@@ -196,10 +196,8 @@ class XKV(Method):
         least += self.fixed_bytes(coded, sinks + newest, kv_heads, key_dim, value_dim, chooses=True)
         full = 2 * tokens * kv_heads * (key_dim + value_dim)
         if self.budget.bytes(tokens, kv_heads, key_dim, value_dim) < least:
-            raise BudgetError(
-                f"the budget is smaller than two components and their bases of a {tokens}-token prompt: at least"
-                f" keep={least / full:.4f} ({16 * least / full:.3f} bits per element) is needed"
-            )
+            what = f"the budget is smaller than two components and their bases of a {tokens}-token prompt"
+            raise BudgetError.of(what, least, full)
 
     # ---- bytes ----
 

@@ -71,11 +71,8 @@ class Selection(Method):
         layout = self._layout(tokens, (tokens,), key_dim, value_dim)
         least = kv_heads * (layout.fixed_bytes(1) + self.head_bytes(layout, 1))
         if self.budget.counts_metadata and self.budget.bytes(tokens, kv_heads, key_dim, value_dim) < least:
-            part = math.ceil(1e4 * least / (2 * tokens * kv_heads * (key_dim + value_dim))) / 1e4
-            raise BudgetError(
-                f"the budget does not pay for one token of a {tokens}-token prompt: at least keep={part:.4f}"
-                f" ({16 * part:.3f} bits per element) is needed"
-            )
+            what = f"the budget does not pay for one token of a {tokens}-token prompt"
+            raise BudgetError.of(what, least, 2 * tokens * kv_heads * (key_dim + value_dim))
 
     # ---- what a rival is ----
 
