@@ -81,7 +81,7 @@ def test_length_is_never_exceeded_and_the_least_is_right(label, tokens, seed, in
         least = tokens + int(re.search(r"at least (\d+) tokens more$", str(error)).group(1))
         assert least > tokens
         assert size(sample(label, least, pieces, index, seed), pieces) <= least
-        with pytest.raises(KvfoldError, match="at least 1 tokens more$"):
+        with pytest.raises(KvfoldError, match=r"at least 1 tokens more$"):
             sample(label, least - 1, pieces, index, seed)
     else:
         assert size(made, pieces) <= tokens
