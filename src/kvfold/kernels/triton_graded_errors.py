@@ -53,6 +53,23 @@ def _lost(z, levels, nearest, WIDTH: tl.constexpr, CELLS: tl.constexpr, REACH: t
 
 
 @triton.jit
+def _own(states, head, tokens, dim, head_stride, token_stride, BLOCK: tl.constexpr, DIM: tl.constexpr):
+    """A program's tokens and channels, which of them there are, and their states (BLOCK, DIM) float32."""
+    token, channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, DIM)
+    here, inside = token < tokens, channel < dim
+    known = here[:, None] & inside[None, :]
+    source = states + head.to(tl.int64) * head_stride + token[:, None].to(tl.int64) * token_stride
+    return (
+        token,
+        channel,
+        here,
+        inside,
+        known,
+        tl.load(source + channel[None, :], mask=known, other=0.0).to(tl.float32),
+    )
+
+
+@triton.jit
 def _fine(piece, known, META: tl.constexpr):
     """Error of each element at 8 bits."""
     steps, scale, least = between(piece, known, META)
@@ -66,16 +83,10 @@ def _key_errors(
     BLOCK: tl.constexpr, DIM: tl.constexpr, GRADES: tl.constexpr, WIDTHS: tl.constexpr, TURNED: tl.constexpr, META: tl.constexpr,
     CELLS: tl.constexpr, REACH: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(1)
-    token, channel, grade = (
-        tl.program_id(0) * BLOCK + tl.arange(0, BLOCK),
-        tl.arange(0, DIM),
-        tl.arange(0, GRADES),
+    head, grade = tl.program_id(1), tl.arange(0, GRADES)
+    token, channel, here, inside, known, piece = _own(
+        keys, head, tokens, dim, head_stride, token_stride, BLOCK, DIM
     )
-    here, inside = token < tokens, channel < dim
-    known = here[:, None] & inside[None, :]
-    source = keys + head.to(tl.int64) * head_stride + token[:, None].to(tl.int64) * token_stride
-    piece = tl.load(source + channel[None, :], mask=known, other=0.0).to(tl.float32)
     spread = tl.load(energy + head * dim + channel, mask=inside, other=0.0)
     lost = _fine(piece, known, META)
     out = errors + (head.to(tl.int64) * tokens + token) * (grades + 1)
@@ -105,16 +116,10 @@ def _value_errors(
     BLOCK: tl.constexpr, DIM: tl.constexpr, GRADES: tl.constexpr, STEP: tl.constexpr, WIDTHS: tl.constexpr, META: tl.constexpr,
     CELLS: tl.constexpr, REACH: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(1)
-    token, channel, grade = (
-        tl.program_id(0) * BLOCK + tl.arange(0, BLOCK),
-        tl.arange(0, DIM),
-        tl.arange(0, GRADES),
+    head, grade = tl.program_id(1), tl.arange(0, GRADES)
+    token, channel, here, inside, known, piece = _own(
+        values, head, tokens, dim, head_stride, token_stride, BLOCK, DIM
     )
-    here, inside = token < tokens, channel < dim
-    known = here[:, None] & inside[None, :]
-    source = values + head.to(tl.int64) * head_stride + token[:, None].to(tl.int64) * token_stride
-    piece = tl.load(source + channel[None, :], mask=known, other=0.0).to(tl.float32)
     lost = _fine(piece, known, META)
     out = errors + (head.to(tl.int64) * tokens + token) * (grades + 2)
     tl.store(out + grades, tl.sum(lost * lost, 1), mask=here)

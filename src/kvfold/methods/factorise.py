@@ -513,7 +513,7 @@ def leading(gram: Tensor, count: int, rounds: int = 2, spare: int = 16) -> tuple
 
     Returns
     -------
-    (values (count,), largest first, vectors (n, count), orthonormal as far as float32 tells)
+    (values (count,), largest first, vectors (n, count) orthonormal)
 
     References
     ----------
@@ -526,8 +526,8 @@ def leading(gram: Tensor, count: int, rounds: int = 2, spare: int = 16) -> tuple
         basis = orthonormal(gram @ basis, passes=1)
     basis = orthonormal(gram @ basis)
     inner = basis.t() @ gram @ basis
-    # Vectors end in float32, for which half of the time does; what they hold is then measured.
-    turned = basis @ torch.linalg.eigh(inner.float())[1].to(gram)
+    # Half of the time finds vectors in float32; they are made orthonormal again, and what they hold is measured.
+    turned = orthonormal(basis @ torch.linalg.eigh(inner.float())[1].to(gram), passes=1)
     values = (turned * (gram @ turned)).sum(0)
     order = values.argsort(descending=True)[:count]
     return values[order], turned[:, order]

@@ -111,8 +111,8 @@ class Task(ABC):
         Raises
         ------
         KvfoldError
-            `tokens` is too short for the task (the message names the least), or a data set lacks a field (row and
-            field named).
+            `tokens` is too short for the task (the message says how many more it takes), or a data set lacks a field
+            (row and field named).
         IndexError
             A data set has no such row.
         """
