@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
 
 from kvfold.codecs.rotated import RotatedCode
-from kvfold.kernels import lowrank_decode
-from kvfold.kernels.dense_decode import Exact
-from kvfold.kernels.lowrank_decode import Factors
+from kvfold.kernels import lowrank_choose, lowrank_decode
+from kvfold.kernels.dense_decode import Exact, partials
+from kvfold.kernels.lowrank_rows import Factors, Row, Rows
 from kvfold.methods import XKV
 from kvfold.stores.base import AttendContext
-from kvfold.stores.lowrank import decode
+from kvfold.stores.lowrank import LowRankStore, decode
+from tests import interpreted
 from tests.methods.baselines.views import view
 from tests.stores.checks import Turn
 
@@ -26,18 +24,60 @@ DEVICE = "cuda" if CUDA else "cpu"
 PUBLISHED = dict(key_rank=12, value_rank=20, widths=(16,), basis_bits=16, metric="plain", centre=False)
 SPARSE = dict(keep=0.6, chunk=4, recent=4, outlier_chunks=2, split=False, sparse_budget=12)
 
-# options of the method, of the views, softcap
+WIDE = dict(SPARSE, choice="layer", sparse_budget=40)
+
+# rows' options of the method and paddings, options of the views, softcap
 CASES = {
-    "coded": (dict(keep=0.4), {}, None),
-    "published": (dict(PUBLISHED, sinks=0, recent=0), {}, 3.0),
+    "coded": ([dict(keep=0.4)], (3,), {}, None),
+    "published": ([dict(PUBLISHED, sinks=0, recent=0)], (3,), {}, 3.0),
     "16-bit bases, no RoPE, odd sizes": (
-        dict(keep=0.6, basis_bits=16, widths=(3, 5)),
+        [dict(keep=0.6, basis_bits=16, widths=(3, 5))],
+        (3,),
         dict(rotary=False, kv_heads=1, group=7, key_dim=24, value_dim=40),
         None,
     ),
-    "layer": (dict(SPARSE, choice="layer"), dict(tokens=90), 2.0),
-    "window": (dict(SPARSE, choice="window"), dict(tokens=90), None),
-    "chosen 16-bit": (dict(SPARSE, **{**PUBLISHED, "keep": None}, choice="head"), dict(tokens=90), None),
+    "layer": ([dict(SPARSE, choice="layer")], (3,), dict(tokens=90), 2.0),
+    "window": ([dict(SPARSE, choice="window")], (3,), dict(tokens=90), None),
+    "chosen 16-bit": (
+        [dict(SPARSE, **{**PUBLISHED, "keep": None}, choice="head")],
+        (3,),
+        dict(tokens=90),
+        None,
+    ),
+    # Batches: rows alike, rows of other lengths (one too short to choose), ranks, widths and outliers, rows of other kinds.
+    "rows alike": ([dict(SPARSE, choice="layer")] * 3, (3, 3, 3), dict(tokens=90), None),
+    "rows of all tokens": (
+        [dict(keep=0.4), dict(keep=0.6), dict(keep=0.5, centre=False)],
+        (3, 0, 25),
+        dict(tokens=64, kv_heads=2, group=1, key_dim=64, value_dim=80),
+        None,
+    ),
+    "16-bit rows of all tokens": ([dict(PUBLISHED, sinks=2, recent=3)] * 2, (3, 8), {}, None),
+    "rows apart": (
+        [
+            dict(WIDE),
+            dict(WIDE, keep=0.75, sinks=2),
+            dict(WIDE, widths=(3, 5), basis_bits=16),
+            dict(WIDE),
+            dict(WIDE, widths=(3, 5), basis_bits=16, recent=1),
+            dict(WIDE, centre=False),
+        ],
+        (3, 20, 0, 46, 11, 0),
+        dict(tokens=90, group=4),
+        5.0,
+    ),
+    "heads of rows apart": (
+        [dict(SPARSE, choice="head"), dict(SPARSE, choice="head", outlier_chunks=1)],
+        (0, 30),
+        dict(tokens=80, kv_heads=2, group=1, key_dim=128, value_dim=64),
+        None,
+    ),
+    "window of rows apart": (
+        [dict(SPARSE, choice="window"), dict(SPARSE, choice="window", keep=0.8, outlier_chunks=0)],
+        (7, 0),
+        dict(tokens=90, key_dim=80, value_dim=80, group=4, kv_heads=1),
+        None,
+    ),
 }
 
 
@@ -56,113 +96,149 @@ class SharedTurn(Turn):
         return self.known[name]
 
 
-def recommended(store, query, scaling):
-    """Chunks by a softmax over landmarks in float64, (kv_heads or 1, chunks) bool."""
-    marks = store.landmarks(0).double().cpu()
-    query = query[0, :, 0].double().cpu().unflatten(0, (store.kv_heads, -1)) * scaling
+def shares(store, row, query, scaling):
+    """What a softmax over landmarks in float64 gives chunks, (kv_heads or 1, chunks)."""
+    marks = store.landmarks(row).double().cpu()
+    query = query[row, :, 0].double().cpu().unflatten(0, (store.kv_heads, -1)) * scaling
     logits = query @ marks.transpose(1, 2)
     out = torch.zeros(marks.shape[:2], dtype=torch.bool)
-    out.scatter_(1, store.buffers["outliers.0"].long().cpu(), True)
+    out.scatter_(1, store.buffers[f"outliers.{row}"].long().cpu(), True)
     share = logits.masked_fill(out[:, None], -torch.inf).softmax(-1).sum(1)
-    if store.layout.choice != "head":
-        share = share.sum(0, keepdim=True)
-    return torch.zeros_like(share, dtype=torch.bool).scatter_(
-        1, share.topk(store.layout.selected).indices, True
-    )
+    return share if store.layout.choice == "head" else share.sum(0, keepdim=True)
 
 
-def expected(store, query, context, chosen, tail):
-    """Softmax attention in float64 over the tokens read."""
-    start, count = store.coded(0)
+def expected(store, row, query, context, chosen, tail, before):
+    """Softmax attention of one row in float64 over the tokens read, and what came before."""
+    start, count = store.coded(row)
+    seen = tail.keys.shape[2] if tail.length is None else int(tail.length)
     outputs, lses = [], []
     for head in range(query.shape[1]):
         own = head * store.kv_heads // query.shape[1]
-        kept = store.kept(0, own, Turn() if context.rotary else None)
+        kept = store.kept(row, own, Turn() if context.rotary else None)
         read = torch.ones(len(kept.positions), dtype=torch.bool)
         if chosen is not None:
             chunk = (kept.positions - start) // store.layout.chunk
             inside = (kept.positions >= start) & (kept.positions < start + count)
-            wanted = chosen[min(own, len(chosen) - 1)].nonzero().flatten().tolist()
-            wanted += store.buffers["outliers.0"][own].tolist()
+            wanted = chosen[min(own, len(chosen) - 1)].tolist()
+            wanted += store.buffers[f"outliers.{row}"][own].tolist()
             read = ~inside | torch.tensor([int(one) in wanted for one in chunk])
-        keys = torch.cat([kept.keys[read], tail.keys[0, own].float().cpu()]).double()
-        values = torch.cat([kept.values[read], tail.values[0, own].float().cpu()]).double()
-        scores = query[0, head, 0].double().cpu() @ keys.T * context.scaling
+        keys = torch.cat([kept.keys[read], tail.keys[row, own, :seen].float()]).double()
+        values = torch.cat([kept.values[read], tail.values[row, own, :seen].float()]).double()
+        scores = query[row, head, 0].double() @ keys.T * context.scaling
         if context.softcap:
             scores = torch.tanh(scores / context.softcap) * context.softcap
+        if before is not None:
+            scores = torch.cat([scores, before[1][row, head].double()])
+            values = torch.cat([values, before[0][row, head].double()])
         outputs.append(scores.softmax(-1) @ values)
         lses.append(scores.logsumexp(-1))
     return torch.stack(outputs), torch.stack(lses)
 
 
-def check():
-    torch.manual_seed(0)
-    for name, (options, shape, softcap) in CASES.items():
-        views = [view(pads=(3,), seed=seed, **shape) for seed in range(2)]
+def batch(stores):
+    """One store of several ones' rows."""
+    layout = replace(
+        stores[0].layout,
+        rows=tuple(row for store in stores for row in store.layout.rows),
+        real_tokens=tuple(count for store in stores for count in store.real_tokens),
+    )
+    buffers = {
+        name.replace(".0", f".{number}"): tensor
+        for number, store in enumerate(stores)
+        for name, tensor in store.buffers.items()
+    }
+    return LowRankStore(layout, buffers)
+
+
+def fold(rows, pads, shape):
+    """Two layers' stores of a batch, each row folded as it says; and its view."""
+    found = []
+    for number, (options, pad) in enumerate(zip(rows, pads, strict=True)):
+        views = [view(pads=(pad,), seed=10 * number + seed, **shape) for seed in range(2)]
         for one in views:
             # A large mean, as a bias of the key projection makes, and a 16-bit model.
             one.keys, one.values = (one.keys + 3).half(), (one.values - 1).half()
-        rotary = None if views[0].rotary is None else SharedTurn()
-        context = AttendContext(views[0].scaling, softcap, rotary=rotary)
-        stores = XKV(**options).fold(views)
-        heads = views[0].sampled.shape[1]
-        query = torch.randn(1, heads, 1, stores[0].key_dim).half() * 2
-        tail = Exact(
-            *(
-                torch.randn(1, stores[0].kv_heads, 9, dim).half()
-                for dim in (stores[0].key_dim, stores[0].value_dim)
-            ),
-        )
+        found.append(XKV(**options).fold(views))
+    return [batch(layer) for layer in zip(*found, strict=True)], views[0]
+
+
+def check(cases=tuple(CASES)):
+    torch.manual_seed(0)
+    for name in cases:
+        rows, pads, shape, softcap = CASES[name]
+        stores, one = fold(rows, pads, shape)
+        rotary = None if one.rotary is None else SharedTurn()
+        context = AttendContext(one.scaling, softcap, rotary=rotary)
+        heads, several = one.sampled.shape[1], len(rows) > 1
+        query = torch.randn(len(rows), heads, 1, stores[0].key_dim).half() * 2
+        dims = stores[0].key_dim, stores[0].value_dim
+        # A batch's tail has room, and something was read before it.
+        states = [torch.randn(len(rows), stores[0].kv_heads, 9, dim).half() for dim in dims]
+        tail = Exact(*states, torch.tensor([5]) if several else None)
+        before = None
+        if several:
+            before = torch.randn(len(rows), heads, 1, dims[1]), torch.randn(len(rows), heads, 1)
         moved_stores = [store.to(DEVICE) for store in stores]
-        chosen = None
-        for number, store in enumerate(stores if options.get("choice") == "window" else stores[:1]):
-            if store.layout.selected and (number == 0 or store.layout.choice != "window"):
-                chosen = recommended(store, query, context.scaling)
-            want, want_lse = expected(store, query, context, chosen, tail)
+        moved = Exact(*(x if x is None else x.to(DEVICE) for x in (tail.keys, tail.values, tail.length)))
+        for number, store in enumerate(stores if rows[0].get("choice") == "window" else stores[:1]):
             on = moved_stores[number]
-            moved = replace(tail, keys=tail.keys.to(DEVICE), values=tail.values.to(DEVICE))
             assert decode.serves(on, query.to(DEVICE), context), name
-            output, lse = decode.attend(on, query.to(DEVICE), context, moved)
-            error = (output[0, :, 0].cpu() - want).norm() / want.norm()
-            assert error < 3e-3, (name, number, error)
-            torch.testing.assert_close(lse[0, :, 0].cpu().double(), want_lse, atol=1e-2, rtol=1e-3)
+            made, some = decode._chosen(on, query.to(DEVICE), context)
+            chosen = [made[row].cpu().long() if row in some else None for row in range(len(rows))]
+            for row, mine in enumerate(chosen):
+                assert (mine is not None) == store.selects(row)
+                if mine is not None and f"landmarks.{row}" in store.buffers:
+                    # Levels of landmarks are approximated: of chunks that are nearly alike either may be chosen.
+                    share = shares(store, row, query, context.scaling)
+                    best = share.topk(store.layout.selected).values.sum(1)
+                    assert bool((mine.diff(dim=1) > 0).all())
+                    assert bool((share.gather(1, mine).sum(1) > 0.98 * best).all()), (name, number, row)
+            earlier = before and tuple(x.to(DEVICE) for x in before)
+            output, lse = decode.attend(on, query.to(DEVICE), context, moved, earlier)
+            for row in range(len(rows)):
+                want, want_lse = expected(store, row, query, context, chosen[row], tail, before)
+                error = (output[row, :, 0].cpu() - want).norm() / want.norm()
+                assert error < 3e-3, (name, number, row, error)
+                torch.testing.assert_close(lse[row, :, 0].cpu().double(), want_lse, atol=1e-2, rtol=1e-3)
             if name == "coded":
                 check_pieces(on, query.to(DEVICE), context)
 
 
 def check_pieces(store, query, context):
     """Decoded in pieces, and merged."""
-    turned = decode._turns(store, 0, context, query.device)
-    sides = [decode._factors(store, 0, name) for name in ("key", "value")]
-    whole, pieces = (
-        lowrank_decode.attend(query, *sides, turned, store.coded(0)[0], context.scaling, piece=piece)
-        for piece in (1 << 13, 16)
-    )
-    for one, two in zip(whole, pieces, strict=True):
+    near = partials(query, decode._exact(store), None, context.scaling)
+    (rows,) = decode._together(store, (0,))
+    turned = decode._turns(store, context, query.device)
+    found = []
+    for piece in (1 << 13, 16):
+        into = query.new_empty(*query.shape[:3], store.value_dim), query.new_empty(query.shape[:3]).float()
+        lowrank_decode.attend(query, rows, turned, near, into, context.scaling, piece=piece)
+        found.append(into)
+    for one, two in zip(*found, strict=True):
         torch.testing.assert_close(one, two, atol=2e-3, rtol=1e-3)
 
 
 def check_choice():
     """The largest of many to within a bin, ties and infinities among them."""
-    kernels = lowrank_decode._kernels()
+    kernels = lowrank_choose._kernels()
     for chunks, selected in ((5, 2), (300, 299), (9000, 400)):
         logits = torch.randn(2, chunks) * 3
         logits[:, ::7] = -torch.inf
         logits[:, 1::3] = logits[:, 1:2]
-        blocks = -(-chunks // 128)
+        blocks, pitch = -(-chunks // 128), -(-chunks // 16) * 16
         padded = torch.full((2, blocks * 128), -torch.inf)
         padded[:, :chunks] = logits
         block_lse = padded.view(2, blocks, 128).logsumexp(-1)
-        shares = torch.empty(2, chunks, dtype=torch.int32, device=DEVICE)
+        shares = torch.empty(2, pitch, dtype=torch.int32, device=DEVICE)
         counts = torch.zeros(2, kernels.BINS, dtype=torch.int32, device=DEVICE)
         chosen = torch.full((2, selected), -1, dtype=torch.int32, device=DEVICE)
-        kernels.share[(blocks, 2)](
-            logits.to(DEVICE), block_lse.to(DEVICE), shares, counts, chunks, blocks, 0.0, HEADS=1, HEADS_UP=16,
-            BLOCKS_UP=max(16, 1 << (blocks - 1).bit_length()), BLOCK=128, num_warps=4,
+        kernels.share[(blocks, 2, 1)](
+            padded[:, :pitch].contiguous().to(DEVICE), block_lse.to(DEVICE), shares, counts, counts, chunks, pitch, blocks, 0.0, HEADS=1, HEADS_UP=16,
+            BLOCKS_UP=max(16, 1 << (blocks - 1).bit_length()), ALIGN=0, BLOCK=128, num_warps=4,
         )  # fmt: skip
-        kernels.choose[(-(-chunks // 1024), 2)](
-            shares, counts, chosen, chunks, selected, BLOCK=1024, WIDE=8192, num_warps=4
-        )
+        kernels.choose[(-(-chunks // 1024), 2, 1)](
+            shares, counts, chosen, counts, chunks, pitch, selected, ALIGN=0, BLOCK=1024, WIDE=8192, num_warps=4
+        )  # fmt: skip
         chosen = chosen.cpu().long()
         assert bool((chosen.diff(dim=1) > 0).all()) and bool((chosen[:, 0] >= 0).all())
         share = logits.softmax(-1)
@@ -174,7 +250,7 @@ def check_unpacking():
     """Rows of every width, in groups of eights, and of odd sizes, there of chosen chunks too."""
     chosen = torch.tensor([[1, 2, 6], [0, 5, 7]], dtype=torch.int32, device=DEVICE)
     for first, second in ((296, 24), (13, 9)):
-        for width in range(1, 9):
+        for width in (1, 3, 5, 7):
             code = RotatedCode(((width, first), (9 - width, second)), norms="group")
             codes, norms = code.encode(torch.randn(40, code.dim, device=DEVICE))
             basis = torch.zeros(1, code.dim, 16, dtype=torch.uint8, device=DEVICE)
@@ -184,30 +260,54 @@ def check_unpacking():
                 if some is not None:
                     expected = expected.view(8, 5, -1)[some.long()].flatten(1, 2)
                 sets, count = (1, 40) if some is None else (2, 15)
-                scratch = lowrank_decode._Scratch(side, side, sets, count, some, chunk)
-                rows, scales, stride = scratch.fill(1, 0, count)
+                rows = Rows([Row(0, side, side)], 1)
+                scratch = lowrank_decode._Scratch(
+                    rows, sets, 1, count, some if some is None else some[None], chunk
+                )
+                rows, scales, stride, _ = scratch.fill(1, 0, 1, 0, count)
                 found = rows[..., : code.dim].float() * scales[..., None]
                 torch.testing.assert_close(found, expected.view_as(found), rtol=2e-3, atol=1e-6)
                 assert stride == rows.shape[-1] and not rows[..., code.dim :].any()
 
 
+def check_windows():
+    """Rows whose windows begin at different layers: each reads what its own window's first layer chose."""
+    options = dict(SPARSE, choice="window")
+    (first, second), one = fold([options] * 2, (7, 0), dict(tokens=90))
+    (third, _), _ = fold([dict(options, keep=0.7)] * 2, (7, 0), dict(tokens=90))
+    alone = torch.zeros(1, dtype=torch.long)
+    # The second layer has the first row of the window before, and begins a window of the second row.
+    apart = batch([second.select(alone), third.select(alone + 1)]).to(DEVICE)
+    context = AttendContext(one.scaling, rotary=SharedTurn())
+    queries = torch.randn(2, 2, one.sampled.shape[1], 1, first.key_dim, device=DEVICE).half() * 2
+    before, _ = decode._chosen(first.to(DEVICE), queries[0], context)
+    mixed, some = decode._chosen(apart, queries[1], context)
+    own, _ = decode._chosen(
+        third.to(DEVICE), queries[1], AttendContext(one.scaling, rotary=context.rotary.__class__())
+    )
+    assert some == (0, 1) and torch.equal(mixed[0], before[0]) and torch.equal(mixed[1], own[1])
+    assert not torch.equal(before[1], own[1])
+
+
+CHECKS = {
+    **{name: partial(check, (name,)) for name in CASES},
+    "unpacking": check_unpacking,
+    "choice": check_choice,
+    "windows": check_windows,
+}
+
+
+@pytest.mark.parametrize("name", CHECKS if CUDA or interpreted.INTERPRETED else ["interpreted"])
+def test_kernels(name, monkeypatch):
+    if name == "interpreted":
+        interpreted.run(check_all)
+        return
+    pytest.importorskip("triton")
+    monkeypatch.setattr(lowrank_decode, "problem", lambda device: None)
+    CHECKS[name]()
+
+
 def check_all(monkeypatch):
     monkeypatch.setattr(lowrank_decode, "problem", lambda device: None)
-    check_unpacking()
-    check_choice()
-    check()
-
-
-def test_kernels(monkeypatch):
-    pytest.importorskip("triton")
-    if CUDA or os.environ.get("TRITON_INTERPRET") == "1":
-        check_all(monkeypatch)
-        return
-    # Triton decides when it is first imported whether to interpret.
-    code = "import pytest; from tests.kernels.test_lowrank_decode import check_all; check_all(pytest.MonkeyPatch())"
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, cwd=root, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    for one in CHECKS.values():
+        one()

@@ -34,12 +34,19 @@ class Exact:
         Only so many tokens are seen; None: all.
     valid : (batch, tokens) bool, or None
         False where a token is hidden.
+    places : (batch, 3) int64 on the device, or None
+        Rows in memory of their own, contiguous: how many elements each one's keys and values are from `keys` and `values`,
+        which are those of the longest, and its tokens.
+    align : int
+        Those numbers of elements are multiples of it.
     """
 
     keys: Tensor
     values: Tensor
     length: Tensor | None = None
     valid: Tensor | None = None
+    places: Tensor | None = None
+    align: int = 1
 
 
 @dataclass(frozen=True)
@@ -103,7 +110,7 @@ def attend(
     ----------
     query : (batch, heads, 1, key_dim)
     history, tail : Exact or None
-        At least one.
+        At least one; only the history may have `places`.
     scaling : float
     softcap : float, optional
     before : Part, optional
@@ -170,11 +177,12 @@ def partials(
         for name, side in (("", history), ("TAIL_", tail))
         for what, part in (("LENGTH", side and side.length), ("VALID", side and side.valid))
     }
+    placed = history is not None and history.places is not None
     _kernels().partials[(splits, kv_heads, batch)](
-        query, partial, partial_lse, *sides, splits, chunk, tail_chunk, scaling, softcap or 0.0,
+        query, partial, partial_lse, *sides, history.places if history and placed else query, splits, chunk, tail_chunk, scaling, softcap or 0.0,
         GROUP=group, ROWS=max(16, _power(group)), DIM=dim, DIM_UP=_power(dim), VALUE=value_dim,
         VALUE_UP=_power(value_dim), BLOCK=tuned.block, CAPPED=softcap is not None, HISTORY=history is not None,
-        TAIL=tail is not None, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        PLACED=history.align if history and placed else 0, TAIL=tail is not None, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=tuned.warps, num_stages=tuned.stages, **flags,
     )  # fmt: skip
     return partial, partial_lse

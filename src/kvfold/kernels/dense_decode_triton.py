@@ -49,11 +49,11 @@ def partials(
     query, partial, partial_lse,
     keys, values, length, valid, key_batch, key_head, key_token, value_batch, value_head, value_token, valid_batch, tokens,
     tail_keys, tail_values, tail_length, tail_valid, tail_key_batch, tail_key_head, tail_key_token, tail_value_batch,
-    tail_value_head, tail_value_token, tail_valid_batch, tail_tokens,
+    tail_value_head, tail_value_token, tail_valid_batch, tail_tokens, places,
     splits, chunk, tail_chunk, scaling, softcap,
     GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_UP: tl.constexpr, VALUE: tl.constexpr,
     VALUE_UP: tl.constexpr, BLOCK: tl.constexpr, CAPPED: tl.constexpr, HISTORY: tl.constexpr, LENGTH: tl.constexpr,
-    VALID: tl.constexpr, TAIL: tl.constexpr, TAIL_LENGTH: tl.constexpr, TAIL_VALID: tl.constexpr,
+    VALID: tl.constexpr, PLACED: tl.constexpr, TAIL: tl.constexpr, TAIL_LENGTH: tl.constexpr, TAIL_VALID: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attention of one KV head's queries over one split of history and tail."""
@@ -76,6 +76,12 @@ def partials(
     mixed = tl.zeros([ROWS, VALUE_UP], tl.float32)
     # Each split takes its share of the history, then of the tail: all are about as long, and run at once.
     if HISTORY:
+        if PLACED:
+            keys += tl.multiple_of(tl.load(places + row * 3), PLACED)
+            values += tl.multiple_of(tl.load(places + row * 3 + 1), PLACED)
+            tokens = tl.load(places + row * 3 + 2).to(tl.int32)
+            key_batch, key_head, key_token = 0, tokens * DIM, DIM
+            value_batch, value_head, value_token = 0, tokens * VALUE, VALUE
         stop = tl.minimum((split + 1) * chunk, tokens)
         if LENGTH:
             stop = tl.minimum(stop, tl.load(length).to(tl.int32))

@@ -7,163 +7,43 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-BINS = 4096
-"""Of a chunk's share: the logarithm of the largest that heads can give in steps of 1 / 128."""
-_BINS = tl.constexpr(BINS)
+from kvfold.kernels.lowrank_rows_triton import (
+    BANNED,
+    BASIS,
+    FACTORS,
+    FIELDS,
+    GROUPS,
+    KEYS,
+    LEVELS,
+    MEAN,
+    NBYTES,
+    NORMS,
+    OUTLIERS,
+    PARTS,
+    RANK,
+    ROW,
+    SCALES,
+    START,
+    TILES,
+    TOKENS,
+    VALUES,
+    left_out,
+    number,
+    place,
+    power_above,
+)
 
-
-@triton.jit
-def _power_above(x):
-    """The power of two at or above: dividing by it costs no bit."""
-    return tl.exp2(tl.ceil(tl.log2(tl.maximum(x, 1e-30))))
-
-
-@triton.jit
-def _left_out(chunk, outliers, head, banned, BANNED_UP: tl.constexpr):
-    """Which of some chunks are a head's outliers."""
-    one = tl.arange(0, BANNED_UP)
-    them = tl.load(outliers + head * banned + one, mask=one < banned, other=0).to(tl.int32)
-    them = tl.where(one < banned, them, -1)
-    return tl.max((chunk[:, None] == them[None, :]).to(tl.int32), 1) != 0
-
-
-# ---- choosing chunks ----
-
-
-@triton.jit
-def _level(code, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, D: tl.constexpr):
-    """Level of a 4-bit code, an odd polynomial of (2 code - 15) / 16: reading a table takes longer than the rest."""
-    x = (code.to(tl.uint16) << 1 | 0x5400).to(tl.float16, bitcast=True) - 64.9375
-    square = x * x
-    return (((D * square + C) * square + B) * square + A) * x
-
-
-@triton.jit
-def score(
-    query, landmarks, scales, rotation, outliers, logits, block_lse, counts, chunks, blocks, each, banned, scaling,
-    A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_UP: tl.constexpr, NBYTES: tl.constexpr,
-    NBYTES_UP: tl.constexpr, SETS: tl.constexpr, BANNED_UP: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Logits of one KV head's queries on some blocks of landmarks, and the log-sum-exp of each; no chunk is counted yet."""
-    head = tl.program_id(1).to(tl.int64)
-    if (tl.program_id(0) == 0) & (head < SETS):
-        bins = tl.arange(0, _BINS)
-        tl.store(counts + head * _BINS + bins, tl.zeros([_BINS], tl.int32))
-    rows, dims, byte = tl.arange(0, ROWS), tl.arange(0, DIM_UP), tl.arange(0, NBYTES_UP)
-    q = tl.load(
-        query + (head * GROUP + rows[None, :]) * DIM + dims[:, None],
-        mask=(rows[None, :] < GROUP) & (dims[:, None] < DIM),
-        other=0.0,
-    ).to(tl.float32)
-    largest = _power_above(tl.max(tl.abs(q), 0))
-    q = (q / largest[None, :]).to(tl.float16)
-    # A byte holds a channel of the first half and one of the second, whose padding meets a zero.
-    inside = (byte < NBYTES)[:, None] & (dims < DIM)[None, :]
-    turn = tl.load(rotation + byte[:, None] * DIM + dims[None, :], mask=inside, other=0.0)
-    first = tl.dot(turn, q).to(tl.float16)
-    inside = inside & (byte < DIM - NBYTES)[:, None]
-    turn = tl.load(rotation + (NBYTES + byte[:, None]) * DIM + dims[None, :], mask=inside, other=0.0)
-    second = tl.dot(turn, q).to(tl.float16)
-    place = head * GROUP + rows
-    for block in range(tl.program_id(0) * each, tl.minimum((tl.program_id(0) + 1) * each, blocks)):
-        index = block * BLOCK + tl.arange(0, BLOCK)
-        there = index < chunks
-        line = head * chunks + index
-        codes = tl.load(
-            landmarks + line[:, None] * NBYTES + byte[None, :],
-            mask=there[:, None] & (byte < NBYTES)[None, :],
-            other=0,
-        )
-        found = tl.dot(_level(codes & 15, A, B, C, D), first)
-        found = tl.dot(_level(codes >> 4, A, B, C, D), second, found)
-        scale = tl.load(scales + line, mask=there, other=0.0).to(tl.float32)
-        found = found * (largest * scaling)[None, :] * scale[:, None]
-        if BANNED_UP:
-            there = there & ~_left_out(index, outliers, head, banned, BANNED_UP)
-        found = tl.where(there[:, None], found, float("-inf"))
-        top = tl.max(found, 0)
-        safe = tl.where(top == float("-inf"), 0.0, top)
-        total = tl.sum(tl.exp(found - safe[None, :]), 0)
-        lse = tl.where(total == 0.0, float("-inf"), safe + tl.log(tl.where(total == 0.0, 1.0, total)))
-        tl.store(block_lse + place * blocks + block, lse, mask=rows < GROUP)
-        tl.store(
-            logits + place[None, :] * chunks + index[:, None],
-            found,
-            mask=(rows < GROUP)[None, :] & (index < chunks)[:, None],
-        )
-
-
-@triton.jit
-def share(
-    logits, block_lse, shares, counts, chunks, blocks, largest,
-    HEADS: tl.constexpr, HEADS_UP: tl.constexpr, BLOCKS_UP: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """What the query heads of a set give each chunk of a block, of the softmax over all landmarks: its bin, counted."""
-    block, own = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    head, part = tl.arange(0, HEADS_UP), tl.arange(0, BLOCKS_UP)
-    line = own * HEADS + head
-    index = block * BLOCK + tl.arange(0, BLOCK)
-    # All reads are asked for first.
-    found = tl.load(
-        logits + line[:, None] * chunks + index[None, :],
-        mask=(head[:, None] < HEADS) & (index < chunks)[None, :],
-        other=float("-inf"),
-    )
-    lse = tl.load(
-        block_lse + line[:, None] * blocks + part[None, :],
-        mask=(head[:, None] < HEADS) & (part[None, :] < blocks),
-        other=float("-inf"),
-    )
-    top = tl.max(lse, 1)
-    safe = tl.where(top == float("-inf"), 0.0, top)
-    total = safe + tl.log(tl.maximum(tl.sum(tl.exp(lse - safe[:, None]), 1), 1e-30))
-    found -= total[:, None]
-    top = tl.max(found, 0)
-    safe = tl.where(top == float("-inf"), 0.0, top)
-    given = safe + tl.log(tl.maximum(tl.sum(tl.exp(found - safe[None, :]), 0), 1e-30))
-    place = (_BINS - 1) - 128.0 * (largest - given)
-    place = tl.where(top == float("-inf"), 0.0, tl.minimum(tl.maximum(place, 0.0), _BINS - 1)).to(tl.int32)
-    tl.store(shares + own * chunks + index, place, mask=index < chunks)
-    tl.atomic_add(counts + own * _BINS + place, 1, mask=index < chunks, sem="relaxed")
-
-
-@triton.jit
-def choose(shares, counts, chosen, chunks, selected, BLOCK: tl.constexpr, WIDE: tl.constexpr):
-    """Those of a block that are among the `selected` largest shares of a set, in order of their index."""
-    own, start = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK
-    bins = tl.arange(0, _BINS)
-    count = tl.load(counts + own * _BINS + bins)
-    here = start + tl.arange(0, BLOCK)
-    mine = tl.load(shares + own * chunks + here, mask=here < chunks, other=-1)
-    at_least = chunks - tl.cumsum(count, 0) + count
-    least = tl.max(tl.where(at_least >= selected, bins, 0), 0)
-    left = selected - tl.sum(tl.where(bins > least, count, 0), 0)
-    # What earlier blocks take.
-    wide = tl.arange(0, WIDE)
-    above, equal = tl.zeros([WIDE], tl.int32), tl.zeros([WIDE], tl.int32)
-    for begin in range(0, start, WIDE):
-        index = begin + wide
-        x = tl.load(shares + own * chunks + index, mask=index < start, other=-1)
-        above += (x > least).to(tl.int32)
-        equal += (x == least).to(tl.int32)
-    equals = tl.sum(equal, 0)
-    before = tl.sum(above, 0) + tl.minimum(equals, left)
-    equal_here = (mine == least).to(tl.int32)
-    take = (mine > least) | ((equal_here != 0) & (equals + tl.cumsum(equal_here, 0) <= left))
-    place = before + tl.cumsum(take.to(tl.int32), 0) - 1
-    tl.store(chosen + own * selected + place, here, mask=take)
-
+SIDES = KEYS.value, VALUES.value
 
 # ---- scratch ----
 
 
 @triton.jit
-def _token(chosen, own, row, first, selected, CHUNK: tl.constexpr, GATHERED: tl.constexpr):
+def _token(chosen, row, first, CHUNK: tl.constexpr, GATHERED: tl.constexpr):
     """Tokens that rows of a piece are of."""
     token = first + row
     if GATHERED:
-        token = tl.load(chosen + own * selected + token // CHUNK) * CHUNK + token % CHUNK
+        token = tl.load(chosen + token // CHUNK) * CHUNK + token % CHUNK
     return token
 
 
@@ -231,25 +111,44 @@ def _decode(codes, levels, rows, column, count, factor, inside, WIDTH: tl.conste
 
 
 # Their values differ from window to window: a kernel for each kind of them would cost more time than it saves.
-@triton.jit(do_not_specialize=["rank", "nbytes", "groups", "length", "count", "first", "selected"])
+@triton.jit(
+    do_not_specialize=[
+        "rank", "nbytes", "groups", "side", "ahead", "sets", "length", "count", "first", "selected",
+    ]
+)  # fmt: skip
 def unpack(
-    factors, norms, tiles, levels, rows, scales, rank, nbytes, groups, stride, chosen, length, count, first, selected,
+    factors, norms, tiles, levels, rows, scales, table, side, ahead, sets, rank, nbytes, groups, stride, chosen, length, count,
+    first, selected,
     CODED: tl.constexpr, EIGHTS: tl.constexpr, GROUPS_UP: tl.constexpr, CHUNK: tl.constexpr, GATHERED: tl.constexpr,
-    BLOCK: tl.constexpr, STEP: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Decode a tile of some tokens' factors, each divided by its largest norm; padding of a row is zero."""
-    tile = tl.program_id(1)
+    tile, own = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    one = own // sets
+    table += (ahead + one) * FIELDS
+    its = table + side
+    # The first is known when compiling, the second is not.
+    if ALIGN:  # noqa: SIM102
+        if tile >= tl.load(its + PARTS):
+            return
+    factors, rank = place(factors, its, FACTORS, ALIGN), number(its, RANK, rank, ALIGN)
     if CODED:
-        tiles += tile * 8
-        width, its = tl.load(tiles), tl.load(tiles + 1)
+        norms, groups = place(norms, its, NORMS, ALIGN), number(its, GROUPS, groups, ALIGN)
+        nbytes, levels = number(its, NBYTES, nbytes, ALIGN), place(levels, its, LEVELS, ALIGN)
+        tiles = place(tiles, its, TILES, ALIGN) + tile * 8
+        width, group_of = tl.load(tiles), tl.load(tiles + 1)
         start, size = tl.load(tiles + 2), tl.load(tiles + 3)
         column = tl.load(tiles + 4) + tl.arange(0, STEP)
         byte = tl.load(tiles + 5)
         levels += tl.load(tiles + 6)
-    own, row = tl.program_id(2).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if GATHERED:
+        chosen += (number(table, ROW, 0, ALIGN) * sets + own % sets) * selected
+    else:
+        count = tl.minimum(number(table, TOKENS, count + first, ALIGN) - first, count)
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     line, inside = own * length + row, row < count
     # Rows beyond the last are safe to read.
-    token = _token(chosen, own, tl.minimum(row, count - 1), first, selected, CHUNK, GATHERED).to(tl.int64)
+    token = _token(chosen, tl.minimum(row, count - 1), first, CHUNK, GATHERED).to(tl.int64)
     rows += line[:, None] * stride
     if CODED:
         group = tl.arange(0, GROUPS_UP)
@@ -260,7 +159,7 @@ def unpack(
         if tile == 0:
             tl.store(scales + line, most, mask=inside)
         codes = factors + token[:, None] * nbytes + byte
-        factor = tl.sum(tl.where((group == its)[None, :], norm, 0.0), 1) / most
+        factor = tl.sum(tl.where((group == group_of)[None, :], norm, 0.0), 1) / most
         if width == 0:
             tl.store(
                 rows + start + column[None, :],
@@ -271,22 +170,27 @@ def unpack(
             if width == one:
                 _decode(codes, levels, rows + start, column, size, factor, inside, one, EIGHTS)
     else:
+        padded = (rank + 15) // 16 * 16
         column = tile * (8 * STEP) + tl.arange(0, 8 * STEP)
         x = tl.load(
             factors + token[:, None] * rank + column[None, :],
             mask=inside[:, None] & (column < rank)[None, :],
             other=0.0,
         )
-        tl.store(rows + column[None, :], x, mask=inside[:, None] & (column < stride)[None, :])
+        tl.store(rows + column[None, :], x, mask=inside[:, None] & (column < padded)[None, :])
 
 
 @triton.jit
 def unpack_basis(
-    codes, scales, rotation, basis, factor, rank, step,
-    DIM: tl.constexpr, DIM_UP: tl.constexpr, RANK_UP: tl.constexpr, BLOCK: tl.constexpr,
+    codes, scales, rotation, basis, factor, table, rank, pitch, step,
+    DIM: tl.constexpr, DIM_UP: tl.constexpr, RANK_UP: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Decode some rows of one head's basis, divided by the largest of their norms."""
-    block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    block, head, one = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    table += one * FIELDS + KEYS
+    codes, scales = place(codes, table, BASIS, ALIGN), place(scales, table, SCALES, ALIGN)
+    rank = number(table, RANK, rank, ALIGN)
+    target = one * tl.num_programs(1) + head
     every, dims, inner = tl.arange(0, RANK_UP), tl.arange(0, DIM_UP), tl.arange(0, DIM_UP)
     norms = tl.load(scales + head * rank + every, mask=every < rank, other=0.0).to(tl.float32)
     most = tl.maximum(tl.max(norms, 0), 1e-30)
@@ -302,47 +206,71 @@ def unpack_basis(
         other=0.0,
     )
     tl.store(
-        basis + (head * rank + row[:, None]) * DIM + dims[None, :],
+        basis + (target * pitch + row[:, None]) * DIM + dims[None, :],
         tl.dot(x, turn.to(tl.float16)).to(tl.float16),
         mask=(row < rank)[:, None] & (dims < DIM)[None, :],
     )
     if block == 0:
-        tl.store(factor + head, most * step * 128.0)
+        tl.store(factor + target, most * step * 128.0)
 
 
 # ---- attention ----
 
 
 @triton.jit
+def _lines(rows, table, start, first, stride, rank, THERE: tl.constexpr, ALIGN: tl.constexpr):
+    """Where decoded factors begin, numbers from one token to the next, and how many of them are there."""
+    if THERE:
+        # 16-bit factors that are read in order are read where they lie.
+        return place(rows, table, FACTORS, ALIGN) + first.to(tl.int64) * rank, rank, rank
+    within = stride
+    if ALIGN:
+        within = (rank + 15) // 16 * 16
+    return rows + start * stride, stride, within
+
+
+@triton.jit(do_not_specialize=["ahead"])
 def logits(
     query, rows, scales, stride, basis, basis_scale, mean, partner, coarse_cos, coarse_sin, fine_cos, fine_sin,
-    chosen, outliers, out, length, count, first, start, rank, selected, banned, scaling, turn_scale, softcap,
+    chosen, outliers, out, table, ahead, length, count, first, start, rank, pitch, selected, banned, scaling, turn_scale, softcap,
     GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_UP: tl.constexpr,
     CHUNK: tl.constexpr, SETS: tl.constexpr, BANNED_UP: tl.constexpr, FINE: tl.constexpr, GATHERED: tl.constexpr, SCALED: tl.constexpr,
-    BASIS_SCALED: tl.constexpr, MEAN: tl.constexpr, TURNED: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
-    STEP: tl.constexpr,
+    BASIS_SCALED: tl.constexpr, MEANS: tl.constexpr, TURNED: tl.constexpr, CAPPED: tl.constexpr, THERE: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Rebuild one KV head's keys of a tile of tokens; its queries' logits on them."""
     # Heads next to each other: they read the same rows.
     head, row = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    own = head
-    if SETS == 1:
-        own = head * 0
+    one, heads = tl.program_id(2).to(tl.int64), tl.num_programs(0)
+    table += (ahead + one) * FIELDS
+    at, rank, own = number(table, ROW, 0, ALIGN), number(table, KEYS + RANK, rank, ALIGN), one * SETS
+    if SETS > 1:
+        own += head
+    if GATHERED:
+        chosen += (at * SETS + own - one * SETS) * selected
+    else:
+        count = tl.minimum(number(table, TOKENS, count + first, ALIGN) - first, count)
+    rows, stride, within = _lines(rows, table + KEYS, own * length, first, stride, rank, THERE, ALIGN)
+    if BASIS_SCALED:
+        basis += (ahead + one) * heads * pitch * DIM
+        basis_scale += (ahead + one) * heads
+    else:
+        basis, pitch = place(basis, table, KEYS + BASIS, ALIGN), rank
     dims, components, m = tl.arange(0, DIM_UP), tl.arange(0, STEP), tl.arange(0, ROWS)
     line = own * length + row
     inside, wide = row < count, dims < DIM
     # Asked for early: the tables' rows depend on it.
-    token = _token(chosen, own, tl.minimum(row, count - 1), first, selected, CHUNK, GATHERED)
+    token = _token(chosen, tl.minimum(row, count - 1), first, CHUNK, GATHERED)
     keys = tl.zeros([BLOCK, DIM_UP], tl.float32)
     for begin in range(0, rank, STEP):
         component = begin + components
         a = tl.load(
-            rows + line[:, None] * stride + component[None, :],
-            mask=inside[:, None] & (component < stride)[None, :],
+            rows + row[:, None].to(tl.int64) * stride + component[None, :],
+            mask=inside[:, None] & (component < within)[None, :],
             other=0.0,
         )
         b = tl.load(
-            basis + (head * rank + component[:, None]) * DIM + dims[None, :],
+            basis + (head * pitch + component[:, None]) * DIM + dims[None, :],
             mask=(component < rank)[:, None] & wide[None, :],
             other=0.0,
         )
@@ -351,21 +279,22 @@ def logits(
         keys *= tl.load(basis_scale + head)
     if SCALED:
         keys *= tl.load(scales + line, mask=inside, other=0.0)[:, None]
-    if MEAN:
+    if MEANS:
+        mean = place(mean, table, KEYS + MEAN, ALIGN)
         keys += tl.load(mean + head * DIM + dims, mask=wide, other=0.0).to(tl.float32)[None, :]
-    queries = query + (head * GROUP + m[None, :]) * DIM
+    queries = query + ((at * heads + head) * GROUP + m[None, :]) * DIM
     there = wide[:, None] & (m < GROUP)[None, :]
     q = tl.load(queries + dims[:, None], mask=there, other=0.0).to(tl.float32)
-    largest = _power_above(tl.max(tl.abs(q), 0))
+    largest = power_above(tl.max(tl.abs(q), 0))
     q = (q / largest[None, :]).to(tl.float16)
-    top = _power_above(tl.max(tl.abs(keys), 1))
+    top = power_above(tl.max(tl.abs(keys), 1))
     keys = (keys / top[:, None]).to(tl.float16)
     if TURNED:
         # A key turned forth meets a query as it does a query turned back, whose planes are two products with the key.
         other = tl.load(partner + dims, mask=wide, other=0)
         crossed = tl.load(queries + other[:, None], mask=there, other=0.0).to(tl.float32)
         crossed = (crossed / largest[None, :]).to(tl.float16)
-        position = token + start
+        position = token + number(table, START, start, ALIGN)
         far = (position // FINE)[:, None] * DIM + dims[None, :]
         near = (position % FINE)[:, None] * DIM + dims[None, :]
         far_cos = tl.load(coarse_cos + far, mask=wide[None, :], other=0.0).to(tl.float32)
@@ -383,23 +312,30 @@ def logits(
         found = (2.0 * tl.sigmoid(2.0 * found / softcap) - 1.0) * softcap
     shown = inside
     if BANNED_UP:
-        shown = shown & ~_left_out(token // CHUNK, outliers, head, banned, BANNED_UP)
+        outliers, banned = place(outliers, table, OUTLIERS, ALIGN), number(table, BANNED, banned, ALIGN)
+        shown = shown & ~left_out(token // CHUNK, outliers, head, banned, BANNED_UP)
     found = tl.where(shown[:, None], found, float("-inf"))
     tl.store(
-        out + (head * GROUP + m[None, :]) * length + row[:, None],
+        out + ((one * heads + head) * GROUP + m[None, :]) * length + row[:, None],
         found,
         mask=inside[:, None] & (m < GROUP)[None, :],
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ahead"])
 def mix(
-    logits, rows, scales, stride, partial, partial_lse, length, count, each, splits, first_split, padded,
-    HEADS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, SCALED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    logits, rows, scales, stride, partial, partial_lse, table, ahead, sets, rank, length, count, first, each, splits, first_split,
+    padded,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, GATHERED: tl.constexpr, SCALED: tl.constexpr,
+    THERE: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Softmax over one split of a piece, and its mixture of value factors."""
     split, part, own = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    table += (ahead + own // sets) * FIELDS
+    rank = number(table, VALUES + RANK, rank, ALIGN)
+    if not GATHERED:
+        count = tl.minimum(number(table, TOKENS, count + first, ALIGN) - first, count)
+    rows, stride, within = _lines(rows, table + VALUES, own * length, first, stride, rank, THERE, ALIGN)
     m, component, block = (
         tl.arange(0, ROWS),
         part * WIDTH + tl.arange(0, WIDTH),
@@ -424,8 +360,8 @@ def mix(
         total = total * shrink + tl.sum(weights, 1)
         peak = top
         states = tl.load(
-            rows + (own * length + row[:, None]) * stride + component[None, :],
-            mask=inside[:, None] & (component < stride)[None, :],
+            rows + row[:, None].to(tl.int64) * stride + component[None, :],
+            mask=inside[:, None] & (component < within)[None, :],
             other=0.0,
         )
         mixed *= shrink[:, None]
@@ -438,24 +374,26 @@ def mix(
     empty = total == 0.0
     mixed = mixed / tl.where(empty, 1.0, total)[:, None]
     lse = tl.where(empty, float("-inf"), peak + tl.log(tl.where(empty, 1.0, total)))
-    place = line * splits + first_split + split
-    tl.store(partial + place[:, None] * padded + component[None, :], mixed, mask=(m < HEADS)[:, None])
+    target = (line + ahead * sets * HEADS) * splits + first_split + split
+    tl.store(partial + target[:, None] * padded + component[None, :], mixed, mask=(m < HEADS)[:, None])
     if part == 0:
-        tl.store(partial_lse + place, lse, mask=m < HEADS)
+        tl.store(partial_lse + target, lse, mask=m < HEADS)
 
 
 @triton.jit
 def rebuild(
-    partial, partial_lse, basis, scales, output, splits, blocks, rank, padded, step,
+    partial, partial_lse, basis, scales, output, table, splits, blocks, rank, padded, step,
     GROUP: tl.constexpr, ROWS: tl.constexpr, VALUE: tl.constexpr, VALUE_UP: tl.constexpr, SPLITS_UP: tl.constexpr,
-    CODED: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+    CODED: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Merge splits of one KV head's queries by their log-sum-exp; what some components of the mixtures are in its basis."""
-    own, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    own, part, one = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    table += one * FIELDS + VALUES
+    basis, rank = place(basis, table, BASIS, ALIGN), number(table, RANK, rank, ALIGN)
     m, split, dims = tl.arange(0, ROWS), tl.arange(0, SPLITS_UP), tl.arange(0, VALUE_UP)
     component = part * BLOCK + tl.arange(0, BLOCK)
     real, wide = component < rank, dims < VALUE
-    line, head = own * rank + component, own * GROUP + m
+    line, head = own * rank + component, (one * tl.num_programs(0) + own) * GROUP + m
     inside = real[:, None] & wide[None, :]
     rows = tl.load(basis + line[:, None] * VALUE + dims[None, :], mask=inside, other=0)
     logs = tl.load(
@@ -471,21 +409,22 @@ def rebuild(
         # Apart, so that reads are under way together.
         for after in tl.static_range(STEP):
             there = m < tl.where(begin + after < splits, GROUP, 0)
-            place = head * splits + begin + after
-            weight = tl.exp(tl.load(partial_lse + place, mask=there, other=float("-inf")) - top)
+            source = head * splits + begin + after
+            weight = tl.exp(tl.load(partial_lse + source, mask=there, other=float("-inf")) - top)
             states = tl.load(
-                partial + place[:, None] * padded + component[None, :],
+                partial + source[:, None] * padded + component[None, :],
                 mask=there[:, None],
                 other=0.0,
             )
             mixed += states * weight[:, None]
     mixed /= tl.where(total == 0.0, 1.0, total)[:, None]
     if CODED:
+        scales = place(scales, table, SCALES, ALIGN)
         mixed *= (tl.load(scales + line, mask=real, other=0.0).to(tl.float32) * step)[None, :]
         # 256 and the code, as bits
         rows = (rows.to(tl.uint16) << 2 | 0x5C00).to(tl.float16, bitcast=True) - 383.5
     # Two parts of 16 bits are nearly all of a number.
-    largest = _power_above(tl.max(tl.abs(mixed), 1))
+    largest = power_above(tl.max(tl.abs(mixed), 1))
     mixed /= largest[:, None]
     high = mixed.to(rows.dtype)
     found = tl.dot((mixed - high.to(tl.float32)).to(rows.dtype), rows)
@@ -499,12 +438,16 @@ def rebuild(
 
 @triton.jit
 def finish(
-    parts, partial_lse, rotation, mean, near, near_lse, output, lse, splits, blocks, near_splits,
+    parts, partial_lse, rotation, mean, near, near_lse, output, lse, table, splits, blocks, near_splits,
     GROUP: tl.constexpr, VALUE: tl.constexpr, VALUE_UP: tl.constexpr, SPLITS_UP: tl.constexpr, BLOCKS_UP: tl.constexpr,
-    NEAR_UP: tl.constexpr, CODED: tl.constexpr, MEAN: tl.constexpr, BLOCK: tl.constexpr,
+    NEAR_UP: tl.constexpr, CODED: tl.constexpr, MEANS: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Add up one head's components, turn them back, add the mean, and merge with splits of other tokens: some channels."""
-    head = tl.program_id(0).to(tl.int64)
+    head, one = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
+    table += one * FIELDS
+    # Of all rows, and of those that are served together.
+    target = number(table, ROW, 0, ALIGN) * tl.num_programs(0) + head
+    source = one * tl.num_programs(0) + head
     split, dims, part = (
         tl.arange(0, SPLITS_UP),
         tl.program_id(1) * BLOCK + tl.arange(0, BLOCK),
@@ -512,7 +455,7 @@ def finish(
     )
     wide = dims < VALUE
     # All reads are asked for first.
-    logs = tl.load(partial_lse + head * splits + split, mask=split < splits, other=float("-inf"))
+    logs = tl.load(partial_lse + source * splits + split, mask=split < splits, other=float("-inf"))
     inner = dims
     if CODED:
         inner = tl.arange(0, VALUE_UP)
@@ -522,38 +465,37 @@ def finish(
             other=0.0,
         )
     found = tl.load(
-        parts + (head * blocks + part[:, None]) * VALUE + inner[None, :],
+        parts + (source * blocks + part[:, None]) * VALUE + inner[None, :],
         mask=(part < blocks)[:, None] & (inner < VALUE)[None, :],
         other=0.0,
     )
-    if NEAR_UP:
-        other = tl.arange(0, NEAR_UP)
-        near_logs = tl.load(
-            near_lse + head * near_splits + other, mask=other < near_splits, other=float("-inf")
-        )
-        states = tl.load(
-            near + (head * near_splits + other[:, None]) * VALUE + dims[None, :],
-            mask=(other < near_splits)[:, None] & wide[None, :],
-            other=0.0,
-        )
+    other = tl.arange(0, NEAR_UP)
+    near_logs = tl.load(
+        near_lse + target * near_splits + other, mask=other < near_splits, other=float("-inf")
+    )
+    states = tl.load(
+        near + (target * near_splits + other[:, None]) * VALUE + dims[None, :],
+        mask=(other < near_splits)[:, None] & wide[None, :],
+        other=0.0,
+    )
     top = tl.max(logs, 0)
     safe = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum(tl.exp(logs - safe), 0)
     found = tl.sum(found, 0)
     if CODED:
         found = tl.sum(turn * found[:, None], 0)
-    if MEAN:
+    if MEANS:
+        mean = place(mean, table, VALUES + MEAN, ALIGN)
         found += tl.load(mean + head // GROUP * VALUE + dims, mask=wide, other=0.0).to(tl.float32)
     found = tl.where(total == 0.0, 0.0, found)
     all_lse = tl.where(total == 0.0, float("-inf"), safe + tl.log(tl.where(total == 0.0, 1.0, total)))
-    if NEAR_UP:
-        top = tl.maximum(tl.max(near_logs, 0), all_lse)
-        safe = tl.where(top == float("-inf"), 0.0, top)
-        weights, far = tl.exp(near_logs - safe), tl.exp(all_lse - safe)
-        total = tl.sum(weights, 0) + far
-        found = tl.sum(states * weights[:, None], 0) + found * far
-        found /= tl.where(total == 0.0, 1.0, total)
-        all_lse = tl.where(total == 0.0, float("-inf"), safe + tl.log(tl.where(total == 0.0, 1.0, total)))
-    tl.store(output + head * VALUE + dims, found.to(output.dtype.element_ty), mask=wide)
+    top = tl.maximum(tl.max(near_logs, 0), all_lse)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    weights, far = tl.exp(near_logs - safe), tl.exp(all_lse - safe)
+    total = tl.sum(weights, 0) + far
+    found = tl.sum(states * weights[:, None], 0) + found * far
+    found /= tl.where(total == 0.0, 1.0, total)
+    all_lse = tl.where(total == 0.0, float("-inf"), safe + tl.log(tl.where(total == 0.0, 1.0, total)))
+    tl.store(output + target * VALUE + dims, found.to(output.dtype.element_ty), mask=wide)
     if tl.program_id(1) == 0:
-        tl.store(lse + head, all_lse)
+        tl.store(lse + target, all_lse)

@@ -1,20 +1,20 @@
-"""A decode step over a low-rank store on a GPU: one query a head, rows of a batch beside each other."""
+"""A decode step over a low-rank store on a GPU: one query a head, the rows of a batch in the same launches."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from kvfold.kernels import dense_decode, lowrank_decode
+from kvfold.kernels import dense_decode, lowrank_choose, lowrank_decode, lowrank_rows
 from kvfold.kernels.dense_decode import Exact
-from kvfold.kernels.lowrank_decode import Factors
+from kvfold.kernels.lowrank_rows import Factors, Row, Rows
 from kvfold.kernels.position_bias import Turns, turns
 from kvfold.kernels.reference import Part, merge
-from kvfold.kernels.streams import aside, joined
+from kvfold.kernels.streams import aside
 from kvfold.stores.base import AttendContext
 from kvfold.stores.lowrank.layout import PARTS
 from kvfold.stores.tokenwise import rotary_for
@@ -22,8 +22,10 @@ from kvfold.stores.tokenwise import rotary_for
 if TYPE_CHECKING:
     from kvfold.stores.lowrank.store import LowRankStore
 
-STREAMS = 4
-"""Rows of a batch that a GPU reads at a time."""
+T = TypeVar("T")
+
+_known: WeakKeyDictionary[LowRankStore, dict[Hashable, Any]] = WeakKeyDictionary()
+"""Where rows lie, found once for a store: no step that a graph replays can be told so by the host."""
 
 
 def serves(store: LowRankStore, query: Tensor, context: AttendContext) -> bool:
@@ -34,8 +36,99 @@ def serves(store: LowRankStore, query: Tensor, context: AttendContext) -> bool:
         store.coded(row)[0] + store.coded(row)[1] + one.newest == store.tokens
         and lowrank_decode.fits(query, *(_factors(store, row, name) for name in PARTS))
         and dense_decode.fits(query, parts["exact_keys"][None], parts["exact_values"][None])
+        and all(part.is_contiguous() for part in parts.values())
         for row, one in enumerate(store.layout.rows)
         for parts in [store.row(row)]
+    )
+
+
+def attend(
+    store: LowRankStore,
+    query: Tensor,
+    context: AttendContext,
+    tail: Exact | None = None,
+    before: Part | None = None,
+) -> Part:
+    """Attention of one query a head over tokens in factors, exact ones, a tail and what came before."""
+    query, exact = query.contiguous(), _kept(store, "exact", lambda: _exact(store))
+    turned = _turns(store, context, query.device)
+    with aside(query.device, lowrank_decode.NEAR):
+        near = dense_decode.partials(query, exact, tail, context.scaling, context.softcap)
+    chosen, some = _chosen(store, query, context)
+    # What came before is added in full precision.
+    dtype = query.dtype if before is None else torch.float32
+    found = (
+        query.new_empty(*query.shape[:3], store.value_dim, dtype=dtype),
+        query.new_empty(query.shape[:3], dtype=torch.float32),
+    )
+    for served, reads in ((some, chosen), (tuple(set(range(store.rows)) - set(some)), None)):
+        for rows in _together(store, served, reads is None):
+            lowrank_decode.attend(
+                query,
+                rows,
+                turned,
+                near,
+                found,
+                context.scaling,
+                context.softcap,
+                chosen=reads,
+                chunk=max(store.layout.chunk, 1),
+            )
+    return found if before is None else merge([found, before])
+
+
+def _chosen(
+    store: LowRankStore, query: Tensor, context: AttendContext
+) -> tuple[Tensor | None, tuple[int, ...]]:
+    """Chunks that rows read, (rows, kv_heads or 1, n) int32, and which rows; the others read all."""
+    own = tuple(row for row in range(store.rows) if store.selects(row) and "landmarks" in store.row(row))
+    sets = store.kv_heads if store.layout.choice == "head" else 1
+    made = query.new_empty(store.rows, sets, store.layout.selected, dtype=torch.int32) if own else None
+    for rows in _together(store, own):
+        assert made is not None
+        lowrank_choose.choose(query, rows, made, context.scaling)
+    # Of this layer or, row by row, of the window's first one.
+    each = [
+        store.choose(row, lambda row=row: made if row in own else None, context)  # type: ignore[misc]
+        for row in range(store.rows)
+    ]
+    known = [one for one in each if one is not None]
+    some = tuple(row for row, one in enumerate(each) if one is not None)
+    if not known or all(one is known[0] for one in known):
+        return (known[0] if known else None), some
+    return torch.stack([(known[0] if one is None else one)[row] for row, one in enumerate(each)]), some
+
+
+def _together(store: LowRankStore, rows: tuple[int, ...], whole: bool = False) -> list[Rows]:
+    """Rows that the same launches serve; whole ones only as many as the scratch holds."""
+    most = lowrank_decode.PIECE if whole else None
+    return _kept(
+        store,
+        (rows, most),
+        lambda: lowrank_rows.alike((_row(store, row) for row in rows), store.rows, most),
+    )
+
+
+def _kept(store: LowRankStore, name: Hashable, make: Callable[[], T]) -> T:
+    """What `make` returns, made once while the store lives."""
+    known = _known.setdefault(store, {})
+    if name not in known:
+        known[name] = make()
+    found: T = known[name]
+    return found
+
+
+def _row(store: LowRankStore, row: int) -> Row:
+    parts = store.row(row)
+    keys, values = (_factors(store, row, name) for name in PARTS)
+    return Row(
+        row,
+        keys,
+        values,
+        start=store.coded(row)[0] + store.layout.rows[row].shift - _shift(store),
+        outliers=parts.get("outliers"),
+        landmarks=parts.get("landmarks"),
+        landmark_scales=parts.get("landmark_scales"),
     )
 
 
@@ -51,92 +144,23 @@ def _factors(store: LowRankStore, row: int, name: str) -> Factors:
     )
 
 
-def attend(
-    store: LowRankStore,
-    query: Tensor,
-    context: AttendContext,
-    tail: Exact | None = None,
-    before: Part | None = None,
-) -> Part:
-    """Attention of one query a head over tokens in factors, exact ones, a tail and what came before."""
-    device, found = query.device, []
-    sides = [[_factors(store, row, name) for name in PARTS] for row in range(store.rows)]
-    turned = [_turns(store, row, context, device) for row in range(store.rows)]
-    for keys, values in sides:
-        lowrank_decode.prepare(keys, values, bool(store.layout.chunk))
-    # Rows are beside each other where they read little; all tokens of one fill the GPU.
-    streams = STREAMS if store.layout.selected else 1
-    for row, ((keys, values), turns_of) in enumerate(zip(sides, turned, strict=True)):
-        one = slice(row, row + 1)
-        after = tail and replace(tail, keys=tail.keys[one], values=tail.values[one])
-        earlier = before and (before[0][one], before[1][one])
-        with aside(device, row % streams):
-            found.append(_decode_row(store, row, query[one], keys, values, turns_of, context, after, earlier))
-    for number in range(min(streams, store.rows)):
-        joined(device, number)
-    if len(found) == 1:
-        return found[0]
-    return torch.cat([output for output, _ in found]), torch.cat([lse for _, lse in found])
+def _exact(store: LowRankStore) -> Exact:
+    rows = [store.row(row) for row in range(store.rows)]
+    return lowrank_rows.exact([row["exact_keys"] for row in rows], [row["exact_values"] for row in rows])
 
 
-def _decode_row(
-    store: LowRankStore,
-    row: int,
-    query: Tensor,
-    keys: Factors,
-    values: Factors,
-    turned: Turns | None,
-    context: AttendContext,
-    tail: Exact | None,
-    before: Part | None,
-) -> Part:
-    parts, device, aside_number = store.row(row), query.device, STREAMS + row % STREAMS
-    with aside(device, aside_number):
-        exact = Exact(parts["exact_keys"][None], parts["exact_values"][None])
-        near = dense_decode.partials(query, exact, tail, context.scaling, context.softcap)
-        basis = lowrank_decode.key_basis(keys)
-    chosen = store.choose(row, partial(_recommended, store, row, query, context), context)
-    joined(device, aside_number)
-    far = lowrank_decode.attend(
-        query,
-        keys,
-        values,
-        turned,
-        store.coded(row)[0],
-        context.scaling,
-        context.softcap,
-        chosen=chosen,
-        chunk=max(store.layout.chunk, 1),
-        outliers=parts.get("outliers"),
-        basis=basis,
-        near=near if before is None else None,
-        stream=aside_number,
-    )
-    return far if before is None else dense_decode.merged(query, near, merge([far, before]))
+def _shift(store: LowRankStore) -> int:
+    """RoPE position of index 0 in the row where it is the least."""
+    return min(row.shift for row in store.layout.rows)
 
 
-def _turns(store: LowRankStore, row: int, context: AttendContext, device: torch.device) -> Turns | None:
-    rotary, shift = rotary_for(store.layout.turned, context.rotary), store.layout.rows[row].shift
+def _turns(store: LowRankStore, context: AttendContext, device: torch.device) -> Turns | None:
+    """RoPE's tables for the positions of all rows."""
+    rotary, shift = rotary_for(store.layout.turned, context.rotary), _shift(store)
     if rotary is None:
         return None
-    name = "16-bit turns", store.key_dim, store.tokens, shift, device
+    count = store.tokens + max(row.shift for row in store.layout.rows) - shift
+    name = "16-bit turns", store.key_dim, count, shift, device
     return rotary.shared(
-        name, lambda: lowrank_decode.narrow(turns(rotary, store.key_dim, store.tokens, shift, device))
-    )
-
-
-def _recommended(store: LowRankStore, row: int, query: Tensor, context: AttendContext) -> Tensor | None:
-    """Chunks that one query (1, heads, 1, key_dim) reads, (kv_heads or 1, n) int32."""
-    parts = store.row(row)
-    if "landmarks" not in parts:
-        return None
-    sets = store.kv_heads if store.layout.choice == "head" else 1
-    return lowrank_decode.choose(
-        query,
-        parts["landmarks"],
-        parts["landmark_scales"],
-        parts["outliers"],
-        context.scaling,
-        store.layout.selected,
-        sets,
+        name, lambda: lowrank_decode.narrow(turns(rotary, store.key_dim, count, shift, device))
     )

@@ -291,12 +291,16 @@ class LowRankStore(Store):
 
     # ---- selection ----
 
+    def selects(self, row: int) -> bool:
+        """Whether a query reads only some of the row's chunks."""
+        _, count = self.coded(row)
+        return 0 < self.layout.selected * self.layout.chunk < count
+
     def choose(
         self, row: int, choose: Callable[[], Tensor | None], context: AttendContext, name: Hashable = None
     ) -> Tensor | None:
         """What this layer or the window's first one chose for the queries called `name`; None for all chunks."""
-        _, count = self.coded(row)
-        if not 0 < self.layout.selected * self.layout.chunk < count:
+        if not self.selects(row):
             return None
         if self.layout.choice != "window" or context.rotary is None:
             return choose()
