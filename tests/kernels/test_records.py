@@ -202,6 +202,41 @@ def by_position(case, positions):
     return Records(case.records.data, case.records.books, case.records.runs, positions)
 
 
+def scattered(case, positions=None):
+    """The same records in a pool, in any order, with gaps and others' bytes between them."""
+    sizes = [run.layout.nbytes for own in case.records.runs for run in own for _ in range(run.records)]
+    parts, begin, table = case.records.data.split(sizes), 0, torch.zeros(len(sizes), dtype=torch.int32)
+    pool = torch.randint(0, 256, (2 * sum(sizes) + 160,), generator=case.generator, dtype=torch.uint8)
+    pool = pool.to(case.records.data.device)
+    for index in torch.randperm(len(sizes), generator=case.generator).tolist():
+        begin += 128 * int(torch.randint(0, 2, (), generator=case.generator))
+        table[index] = begin // 16
+        pool[begin : begin + sizes[index]] = parts[index]
+        begin += sizes[index]
+    return Records(pool, case.records.books, case.records.runs, positions, table.to(pool.device))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_block_tables(name):
+    case = Case(**CASES[name])
+    one, other = attend(case.query, case.records, 0.3), attend(case.query, scattered(case), 0.3)
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@needs_kernel
+@pytest.mark.parametrize("name", CASES)
+def test_kernel_with_block_tables(name):
+    case = Case(**CASES[name], device="cuda")
+    bias, shared, positions, _ = biases(case, "cuda")
+    for records, more, own in (
+        (case.records, scattered(case), None),
+        (case.records, scattered(case), bias),
+        (by_position(case, positions), scattered(case, positions), shared),
+    ):
+        one, other = attend(case.query, records, 0.3, own), attend(case.query, more, 0.3, own)
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
 def test_bias():
     case = Case(**CASES["grades"])
     bias, shared, positions, same_as = biases(case)
@@ -340,7 +375,7 @@ def test_fake():
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
         query = mode.from_tensor(case.query)
         output, lse = torch.ops.kvfold.attend_records(
-            query, records.data, records.books, *[None] * 7, plan.arrived, plan.numbers, 0.1, False
+            query, records.data, records.books, *[None] * 8, plan.arrived, plan.numbers, 0.1, False
         )
     assert output.shape == query.shape and lse.shape == query.shape[:2]
     assert output.dtype == lse.dtype == torch.float32

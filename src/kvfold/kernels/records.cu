@@ -26,7 +26,7 @@ constexpr uint32_t LOW_ONES = TILES >= 8 ? 0x11111111u : ((1u << 4 * (TILES & 7)
 constexpr float NOTHING = -1e30f, FAR = 1e24f;
 enum Flag { KEY_NORMS = 1, MAGNITUDES = 2, LOGARITHMS = 4 };
 
-struct __align__(16) Work {    // of one block: records of one format; mirrored in record_plan.py, Problem in records.py
+struct Work {    // of one block: records of one format; mirrored in record_plan.py, Problem in records.py
   int head, index, splits, first_slot;          // (row, KV head), the block's place among those of that head, their number, its first slot
   int run_index, run_blocks, records, tokens;   // likewise within the run of records; tokens of the last record
   int begin, units;                             // where the run begins, and a record's size, in units of 16 bytes
@@ -40,6 +40,7 @@ struct Problem {
   const uint8_t* books;   // (row heads, TILES + 1, BOOK)
   const Work* work;       // (blocks,) or null: all row heads have the same runs
   const float* bias;      // BIAS 1: (places, group); 2: (row heads, bias_stride, group)
+  const int* table;       // (records of all row heads,) or null: where each lies, in units of 16 bytes, if not behind the one before
   const int* positions;   // BIAS 2: (places,), an index of the bias
   const float2* factors;  // PLANES: (row heads, group, PLANES), of the cosine and the sine of a token's place in its head
   const int2* channels;   // PLANES: (row heads, PLANES), the first and second channel of each plane
@@ -54,6 +55,7 @@ struct Problem {
   float scaling;          // times log2(e)
   Work common;            // where work is null
 };
+static_assert(sizeof(Problem) == 16 * 8 + 6 * 4 + 16 * 4, "Python's mirror has no padding");
 
 // ---- instructions ----
 
@@ -345,7 +347,7 @@ __global__ void __launch_bounds__(THREADS) attend(const Problem p) {
   extern __shared__ __align__(128) uint8_t rings[];
   Shared& sh = *reinterpret_cast<Shared*>(rings + WARPS * p.stages * p.slot_bytes);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  Work w = p.common;
+  __align__(16) Work w = p.common;
   if (p.work) {
     const int4* from = reinterpret_cast<const int4*>(p.work + blockIdx.x);
 #pragma unroll
@@ -368,7 +370,8 @@ __global__ void __launch_bounds__(THREADS) attend(const Problem p) {
   auto fetch = [&](int i, int stage) {
     barrier_expect(barriers + 8 * stage, record_bytes + bias_bytes);
     if (BIAS == 1) bulk_copy(ring_at + stage * p.slot_bytes + record_bytes, p.bias + ((size_t)w.place + (size_t)(start + i * step) * TOKENS) * p.group, bias_bytes, barriers + 8 * stage, policy);
-    bulk_copy(ring_at + stage * p.slot_bytes, source + (size_t)i * step * record_bytes, record_bytes, barriers + 8 * stage, policy);
+    const uint8_t* from = p.table ? p.records + (size_t)(uint32_t)__ldg(p.table + w.place / TOKENS + start + i * step) * 16 : source + (size_t)i * step * record_bytes;
+    bulk_copy(ring_at + stage * p.slot_bytes, from, record_bytes, barriers + 8 * stage, policy);
   };
 
   const uint8_t* books = p.books + (size_t)w.head * (TILES + 1) * BOOK;

@@ -146,6 +146,9 @@ class Records:
         Every format with the same number of tiles, and as many norms as the books tell groups, or none.
     positions : (places,) int32, optional
         Of the tokens, in the order of `data`, whole records: where each one's bias is. Any number where a record has no token.
+    table : (records,) int32, optional
+        A block table: where in `data` each record of the runs begins, in units of 16 bytes. `data` may then be a pool with
+        others' records and gaps between them.
 
     Raises
     ------
@@ -154,9 +157,15 @@ class Records:
     """
 
     def __init__(
-        self, data: Tensor, books: Tensor, runs: Sequence[tuple[Run, ...]], positions: Tensor | None = None
+        self,
+        data: Tensor,
+        books: Tensor,
+        runs: Sequence[tuple[Run, ...]],
+        positions: Tensor | None = None,
+        table: Tensor | None = None,
     ):
-        self.data, self.books, self.runs, self.positions = data, books, list(runs), positions
+        self.data, self.books, self.runs = data, books, list(runs)
+        self.positions, self.table = positions, table
         self._plans: dict[tuple[int, bool, int], Plan] = {}
         self.rows, self.kv_heads, tiles = books.shape[0], books.shape[1], books.shape[2] - 1
         self.dim = 16 * tiles
@@ -166,8 +175,11 @@ class Records:
         if any(layout.dim != self.dim for layout in every):
             raise ValueError(f"runs and books disagree on the number of tiles ({tiles})")
         expected = sum(run.nbytes for own in self.runs for run in own)
-        if data.numel() != expected or data.dtype != torch.uint8:
+        if (table is None and data.numel() != expected) or data.dtype != torch.uint8:
             raise ValueError(f"the runs are {expected} bytes, got {data.numel()} of {data.dtype}")
+        count = sum(self.slots) // TOKENS
+        if table is not None and (table.numel() != count or table.dtype != torch.int32):
+            raise ValueError(f"a table must be {count} int32, got {table.numel()} of {table.dtype}")
         if positions is not None and (positions.numel() != sum(self.slots) or positions.dtype != torch.int32):
             raise ValueError(
                 f"positions must be {sum(self.slots)} int32, got {positions.numel()} of {positions.dtype}"
@@ -215,7 +227,7 @@ def attend_plain(
         books = records.books[row, head]
         keys, values, slots, hidden = [q[:0]], [q[:0]], [], []
         for run in own:
-            part = records.data[begin : begin + run.nbytes].view(run.records, -1)
+            part = _lying(records, run, begin, slot // TOKENS)
             one, other = _decoded(part, run, books, q.dtype)
             keys.append(one)
             values.append(other)
@@ -230,6 +242,15 @@ def attend_plain(
         outputs.append(output)
         lses.append(lse)
     return torch.stack(outputs).view(rows, heads, dim), torch.stack(lses).view(rows, heads)
+
+
+def _lying(records: Records, run: Run, begin: int, record: int) -> Tensor:
+    """A run's records, (records, bytes)."""
+    size = run.layout.nbytes
+    if records.table is None:
+        return records.data[begin : begin + run.nbytes].view(run.records, size)
+    first = 16 * records.table[record : record + run.records].long()
+    return records.data[first[:, None] + torch.arange(size, device=first.device)]
 
 
 def _decoded(data: Tensor, run: Run, books: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -339,6 +360,7 @@ def attend(
         records.data,
         records.books,
         plan.work,
+        records.table,
         None if bias is None else bias.contiguous(),
         records.positions,
         *((None,) * 4 if turned is None else turned.tensors),
@@ -356,6 +378,7 @@ def _attend_records(
     data: Tensor,
     books: Tensor,
     work: Tensor | None,
+    table: Tensor | None,
     bias: Tensor | None,
     positions: Tensor | None,
     factors: Tensor | None,
@@ -384,7 +407,7 @@ def _attend_records(
 
     stride = 0 if bias is None or positions is None else bias.shape[2]
     given = _Problem(
-        *(at(x) for x in (query, data, books, work, bias, positions)),
+        *(at(x) for x in (query, data, books, work, bias, table, positions)),
         *(at(x) for x in (factors, channels, coarse, fine)),
         *(at(x) for x in (partial, sums, arrived, output, lse)),
         *(group, slot_bytes, stages, stride, 0 if fine is None else fine.shape[1], scaling / math.log(2)),
@@ -404,6 +427,7 @@ def _(
     data: Tensor,
     books: Tensor,
     work: Tensor | None,
+    table: Tensor | None,
     bias: Tensor | None,
     positions: Tensor | None,
     factors: Tensor | None,
@@ -461,7 +485,10 @@ def _(factors: Tensor, channels: Tensor, coarse: Tensor, fine: Tensor, group: in
 
 class _Problem(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("query", "records", "books", "work", "bias", "positions")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("query", "records", "books", "work", "bias", "table", "positions")
+        ),
         *((name, ctypes.c_void_p) for name in ("factors", "channels", "coarse", "fine")),
         *((name, ctypes.c_void_p) for name in ("partial", "partial_sums", "arrived", "output", "lse")),
         *((name, ctypes.c_int32) for name in ("group", "slot_bytes", "stages", "bias_stride", "fine_stride")),
