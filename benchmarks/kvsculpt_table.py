@@ -6,6 +6,8 @@ KL is that of generated tokens / of the text's own, in nats, by text and over al
 "of ..." are quotients of summed KL over the passages that both forms have, below 1 where the form is better. "layers" is the
 largest layer's mean squared error over the smallest's, its geometric mean over passages; "seconds" their median, since the
 first fold on a GPU compiles (a CPU's are processor seconds). "kept keys": heads whose keys stayed those of tokens, since held-out queries wanted that.
+Rows marked "shared" are of a run that shared its GPU with others: they have no seconds. Its generated tokens are other draws, so
+no quotient is one of a row so marked and one that is not.
 """
 
 from __future__ import annotations
@@ -31,10 +33,14 @@ def both(rows: list[Row]) -> str:
     return " / ".join(f"{fmean(row[name] for row in rows):.4f}" for name in ("kl_generated", "kl_text"))
 
 
+def cell(row: Row) -> tuple[Any, ...]:
+    return row["text"], row["passage"], row.get("shared", False)
+
+
 def quotient(rows: list[Row], others: list[Row], names: tuple[str, ...] = ("kl_generated", "kl_text")) -> str:
-    """Of sums over the passages that both have."""
-    of = {(row["text"], row["passage"]): row for row in others}
-    pairs = [(row, of[where]) for row in rows if (where := (row["text"], row["passage"])) in of]
+    """Of sums over the passages that both have from one run."""
+    of = {cell(row): row for row in others}
+    pairs = [(row, of[cell(row)]) for row in rows if cell(row) in of]
     if not pairs:
         return ""
     sums = [[sum(row[name] for row in column) for column in zip(*pairs, strict=True)] for name in names]
@@ -62,7 +68,8 @@ def table(rows: list[Row]) -> str:
         line += [f"{fmean(row['mse'] for row in own):.2e}", f"{geometric_mean(layers):.0f}"]
         # A shared CPU's clock tells of its other work.
         clock = "cpu_seconds" if "threads" in own[0]["hardware"] else "seconds"
-        line.append(f"{median(row[clock] for row in own):.2f}")
+        timed = [row[clock] for row in own if clock in row]
+        line.append(f"{median(timed):.2f}" if timed else "")
         known = [row for row in own if "heads" in row]
         line.append(
             f"{sum(row['keys_of_tokens'] for row in known)} of {sum(row['heads'] for row in known)}"
