@@ -76,7 +76,7 @@ def check():
         hidden = None
         if hide:
             slots = -(-tokens // 64) * 64
-            hidden = torch.rand(rows, slots, generator=generator).to(DEVICE) < 0.5
+            hidden = torch.rand(rows * heads * slots, generator=generator).to(DEVICE) < 0.5
         found = around_records.attend(query, coded, basis, dim**-0.5, turned, hidden, **more)
         expected = around_records.attend_plain(query, coded, basis, dim**-0.5, turned, hidden, **more)
         error = (found[0] - expected[0]).norm(dim=-1) / expected[0].norm(dim=-1)
@@ -95,7 +95,7 @@ def test_nothing_seen():
     coded = Case([[(layout, 40)]] * 2).records
     basis = Basis(torch.ones(1, 2, 64), torch.ones(1, 2))
     query, before = torch.randn(1, 4, 1, 64), (torch.randn(1, 4, 1, 64), torch.randn(1, 4, 1))
-    hidden = torch.ones(1, 64, dtype=torch.bool)
+    hidden = torch.ones(sum(coded.slots), dtype=torch.bool)
     output, lse = around_records.attend_plain(query, coded, basis, 0.1, hidden=hidden, before=before)
     assert torch.equal(output, before[0]) and torch.equal(lse, before[1])
 

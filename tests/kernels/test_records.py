@@ -185,24 +185,14 @@ def test_plain(name):
     same(attend(case.query, case.records, 0.3), case.expected(0.3), 1e-4)
 
 
-def biases(case, device="cpu"):
-    """A bias of every place; and one of 90 indices, with each place's, that says the same as a third."""
-    places = sum(case.records.slots)
-    bias = torch.randn(places, case.group, generator=case.generator)
+def bias_of(case, device="cpu"):
+    """Of every place; every third hides its token."""
+    bias = torch.randn(sum(case.records.slots), case.group, generator=case.generator)
     bias[::3] = -math.inf
-    positions = torch.randint(0, 90, (places,), generator=case.generator, dtype=torch.int32)
-    shared = torch.randn(case.rows, case.kv_heads, 90, case.group, generator=case.generator)
-    shared[:, :, ::3] = -math.inf
-    heads = torch.arange(case.rows * case.kv_heads).repeat_interleave(torch.tensor(case.records.slots))
-    same_as = shared.flatten(0, 1)[heads, positions.long()]
-    return [x.to(device) for x in (bias, shared, positions, same_as)]
+    return bias.to(device)
 
 
-def by_position(case, positions):
-    return Records(case.records.data, case.records.books, case.records.runs, positions)
-
-
-def scattered(case, positions=None):
+def scattered(case):
     """The same records in a pool, in any order, with gaps and others' bytes between them."""
     sizes = [run.layout.nbytes for own in case.records.runs for run in own for _ in range(run.records)]
     parts, begin, table = case.records.data.split(sizes), 0, torch.zeros(len(sizes), dtype=torch.int32)
@@ -213,7 +203,7 @@ def scattered(case, positions=None):
         table[index] = begin // 16
         pool[begin : begin + sizes[index]] = parts[index]
         begin += sizes[index]
-    return Records(pool, case.records.books, case.records.runs, positions, table.to(pool.device))
+    return Records(pool, case.records.books, case.records.runs, table=table.to(pool.device))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -227,22 +217,15 @@ def test_block_tables(name):
 @pytest.mark.parametrize("name", CASES)
 def test_kernel_with_block_tables(name):
     case = Case(**CASES[name], device="cuda")
-    bias, shared, positions, _ = biases(case, "cuda")
-    for records, more, own in (
-        (case.records, scattered(case), None),
-        (case.records, scattered(case), bias),
-        (by_position(case, positions), scattered(case, positions), shared),
-    ):
-        one, other = attend(case.query, records, 0.3, own), attend(case.query, more, 0.3, own)
+    for bias in (None, bias_of(case, "cuda")):
+        one, other = (attend(case.query, records, 0.3, bias) for records in (case.records, scattered(case)))
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def test_bias():
     case = Case(**CASES["grades"])
-    bias, shared, positions, same_as = biases(case)
+    bias = bias_of(case)
     same(attend(case.query, case.records, 0.3, bias), case.expected(0.3, bias), 1e-4)
-    found = attend(case.query, by_position(case, positions), 0.3, shared)
-    same(found, case.expected(0.3, same_as), 1e-4)
 
 
 @needs_kernel
@@ -259,10 +242,8 @@ def test_kernel(name, scale):
 @pytest.mark.parametrize("name", ["grades", "long", "group 8", "rows"])
 def test_kernel_bias(name):
     case = Case(**CASES[name], device="cuda")
-    bias, shared, positions, same_as = biases(case, "cuda")
+    bias = bias_of(case, "cuda")
     same(attend(case.query, case.records, 0.1, bias), case.expected(0.1, bias), 2e-3)
-    found = attend(case.query, by_position(case, positions), 0.1, shared)
-    same(found, case.expected(0.1, same_as), 2e-3)
 
 
 TURNED = [
@@ -295,8 +276,8 @@ def check_turned(dim, group, tokens, planes, still, device):
     logits = torch.zeros(2, 2, -(-tokens // 64) * 64, group, device=device)
     logits[:, :, :tokens] = (turned.double() @ query.double().transpose(2, 3)).float()
     turning = Turning(circles, factors, coarse_pairs(tables), tables.fine)
-    alone = turned_biases(turning, tokens)
-    assert torch.allclose(alone, logits[:, :, :tokens], atol=2e-5 * float(logits.abs().max()))
+    alone = turned_biases(turning, case.records).view_as(logits)
+    assert torch.allclose(alone[:, :, :tokens], logits[:, :, :tokens], atol=2e-5 * float(logits.abs().max()))
     found = attend(case.query, case.records, 0.1, turned=turning)
     same(found, case.expected(0.1, logits.flatten(0, 2)), 2e-3)
 
@@ -310,6 +291,81 @@ def test_turned(dim, group, tokens, planes, still):
 @pytest.mark.parametrize("dim, group, tokens, planes, still", TURNED)
 def test_kernel_turned(dim, group, tokens, planes, still):
     check_turned(dim, group, tokens, planes, still, "cuda")
+
+
+SPREAD = [
+    # dim, group, tokens, planes, runs: tokens of each, by row and head
+    (64, 4, 700, 32, [[300, 200, 64], [], [700], [1, 1, 130]]),
+    (128, 4, 3000, 32, [[900, 1800], [2999, 1], [65, 64, 63, 1], [5]]),
+    (128, 6, 1000, 16, [[128, 640], [500], [], [32, 900]]),
+    (96, 1, 200, 12, [[10], [200], [100, 100], [64]]),
+    (128, 16, 500, 32, [[100, 300], [500], [1], [250, 250]]),
+]
+
+
+def check_turned_at_positions(dim, group, tokens, planes, counts, device):
+    """The same, of tokens in any grade and any number of them left out, each at its own position."""
+    runs = [
+        [(RecordFormat((width,) * (dim // 16), 2), n) for width, n in zip((2, 3, 4, 8), own)]
+        for own in counts
+    ]
+    case = Case(runs, group=group, rows=2, seed=dim + group, device=device)
+    positions, generator = torch.zeros(sum(case.records.slots), dtype=torch.int32), case.generator
+    real, place = torch.zeros(len(positions), dtype=torch.bool), 0
+    for own in case.records.runs:
+        order, taken = torch.randperm(tokens, generator=generator), 0
+        for run in own:
+            at = order[taken : taken + run.tokens].sort().values
+            positions[place : place + run.tokens] = at.int()
+            real[place : place + run.tokens] = True
+            taken, place = taken + run.tokens, place + 64 * run.records
+    records = Records(case.records.data, case.records.books, case.records.runs, positions.to(device))
+    rotary = SharingTurn(still=0, scale=1.2)
+    query = torch.randn(2, 2, group, dim, generator=generator).to(device)
+    vector = in_few_planes(torch.randn(2, 2, dim, generator=generator).to(device), rotary, planes)
+    circles, tables = Circles.of(vector, rotary), turns(rotary, dim, tokens, 0, query.device)
+    factors = circles.factors(query, vector, tables).flatten(1, 2)
+    turned = torch.stack([turned_rows(own, rotary, tokens, 0) for own in vector])
+    logits = (turned.double() @ query.double().transpose(2, 3)).flatten(0, 1).cpu()
+    heads = torch.arange(4).repeat_interleave(torch.tensor(case.records.slots))
+    expected = logits[heads, positions.long()]
+    found = turned_biases(Turning(circles, factors, coarse_pairs(tables), tables.fine), records).cpu()
+    assert found.shape == expected.shape
+    assert torch.allclose(found[real].double(), expected[real], atol=2e-5 * float(logits.abs().max()))
+
+
+@pytest.mark.parametrize("dim, group, tokens, planes, counts", SPREAD)
+def test_turned_at_positions(dim, group, tokens, planes, counts):
+    check_turned_at_positions(dim, group, tokens, planes, counts, "cpu")
+
+
+@needs_kernel
+@pytest.mark.parametrize("dim, group, tokens, planes, counts", SPREAD)
+def test_kernel_turned_at_positions(dim, group, tokens, planes, counts):
+    check_turned_at_positions(dim, group, tokens, planes, counts, "cuda")
+
+
+@pytest.mark.parametrize("positions", [True, False])
+def test_where_tokens_begin(positions):
+    """Of every run and coarse turn the places between two begins are those of its tokens there, and no others."""
+    layout, counts = RecordFormat((2,) * 4, 2), [[300, 64, 1], [], [130]]
+    case = Case([[(layout, n) for n in own] for own in counts] if positions else [[(layout, 200)]] * 3)
+    where = None
+    if positions:
+        where = torch.cat([
+            torch.cat([torch.randperm(640, generator=case.generator)[:n].sort().values, torch.zeros(-n % 64).long()])
+            for own in counts for n in own
+        ]).int()  # fmt: skip
+    records = Records(case.records.data, case.records.books, case.records.runs, where)
+    runs, begins = records.begins(10)
+    assert runs.tolist() == ([0, 3, 3, 4] if positions else [0, 1, 2, 3])
+    first = 0
+    for number, count in enumerate([n for own in counts for n in own] if positions else [256] * 3):
+        for turn in range(10):
+            own = range(int(begins[number, turn]), int(begins[number, turn + 1]))
+            at = range(count) if where is None else where[first : first + count].tolist()
+            assert [*own] == [first + k for k, position in enumerate(at) if position // 64 == turn]
+        first += -(-count // 64) * 64
 
 
 @needs_kernel
@@ -375,7 +431,7 @@ def test_fake():
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
         query = mode.from_tensor(case.query)
         output, lse = torch.ops.kvfold.attend_records(
-            query, records.data, records.books, *[None] * 8, plan.arrived, plan.numbers, 0.1, False
+            query, records.data, records.books, *[None] * 7, plan.arrived, plan.numbers, 0.1, False
         )
     assert output.shape == query.shape and lse.shape == query.shape[:2]
     assert output.dtype == lse.dtype == torch.float32
@@ -407,7 +463,7 @@ def test_bad_input():
     with pytest.raises(ValueError, match="bias"):
         attend(case.query, case.records, 1.0, torch.zeros(3, 4, 64))
     with pytest.raises(ValueError, match="positions"):
-        by_position(case, torch.zeros(63, dtype=torch.int32))
+        Records(case.records.data, case.records.books, case.records.runs, torch.zeros(63, dtype=torch.int32))
     with pytest.raises(ValueError, match="bytes"):
         Records(case.records.data[:-16], case.records.books, case.records.runs)
     with pytest.raises(ValueError, match="tiles"):

@@ -136,8 +136,8 @@ def attend(
     basis : Basis
     scaling : float
     turned : Turned, optional
-    hidden : (rows, tokens) bool, optional
-        Tokens that are not seen, by their positions if the records have those, else all of a head's in their order.
+    hidden : (places,) bool, optional
+        Tokens that are not seen, in the order of the records.
     exact : Exact or Ragged, optional
         Exact tokens, as many for each head or not.
     tail : Exact, optional
@@ -177,17 +177,16 @@ def attend(
         SHIFTED=shifted[0] is not query, EARLY=not INTERPRETED and query.is_cuda, BLOCK=CHANNELS, num_warps=4, **ways,
     )  # fmt: skip
     bias = turning = None
-    slots = max(coded.slots) if coded.positions is None else 0 if turned is None else turned.tokens
     if turned is not None and tables is not None:
         turning = Turning(turned.circles, factors, _pairs(turned, tables), tables.fine)
         if not inside:
-            bias = records.turned_biases(turning, slots)
+            bias = records.turned_biases(turning, coded)
     if hidden is not None:
         if bias is None:
-            bias = turned_to.new_zeros(rows, coded.kv_heads, max(slots, hidden.shape[1]), group)
-        bias[:, :, : hidden.shape[1]].masked_fill_(hidden[:, None, :, None], -torch.inf)
+            bias = turned_to.new_zeros(len(hidden), group)
+        bias.masked_fill_(hidden[:, None], -torch.inf)
     within = turning if inside else None
-    mixed, sums = records.attend(turned_to, coded, 1.0, _placed(bias, coded), within, early=bias is None)
+    mixed, sums = records.attend(turned_to, coded, 1.0, bias, within, early=bias is None)
     partial, partial_lse = (mixed, sums) if exact_part is None else exact_part
     joined(query.device)
     output = query.new_empty(rows, heads, queries, dim, dtype=dtype)
@@ -227,21 +226,17 @@ def attend_plain(
     if basis.turn is not None:
         seen = seen @ basis.turn.by_head.transpose(1, 2)
     bias = None
-    if turned is not None or hidden is not None:
-        slots = max(
-            max(coded.slots) if coded.positions is None else 0,
-            0 if turned is None else turned.tokens,
-            0 if hidden is None else hidden.shape[1],
-        )
-        bias = q.new_zeros(*q.shape[:2], slots, q.shape[2])
-    if turned is not None and bias is not None:
-        for own, one, vector, shift in zip(bias, q, turned.vector.float(), turned.shifts, strict=True):
-            logits = position_logits(one * scaling, vector, turned.rotary, turned.tokens, shift)
-            own[:, : turned.tokens] = logits.transpose(1, 2)
-    if hidden is not None and bias is not None:
-        bias[:, :, : hidden.shape[1]].masked_fill_(hidden[:, None, :, None], -torch.inf)
+    if turned is not None:
+        logits = [
+            position_logits(one * scaling, vector, turned.rotary, turned.tokens, shift)
+            for one, vector, shift in zip(q, turned.vector.float(), turned.shifts, strict=True)
+        ]
+        bias = coded.placed(torch.stack(logits).transpose(2, 3))
+    if hidden is not None:
+        bias = q.new_zeros(len(hidden), q.shape[2]) if bias is None else bias
+        bias = bias.masked_fill(hidden[:, None], -torch.inf)
     seen = (seen * basis.scale[:, :, None]).flatten(1, 2)
-    output, lse = records.attend_plain(seen, coded, scaling, _placed(bias, coded))
+    output, lse = records.attend_plain(seen, coded, scaling, bias)
     output = output.view(q.shape) * basis.value_scale[..., None, None]
     if basis.turn_back is not None:
         output = output @ basis.turn_back.by_head.transpose(1, 2)
@@ -268,11 +263,6 @@ def _exact_partials(query: Tensor, exact: Exact | Ragged | None, tail: Exact | N
     if isinstance(exact, Ragged):
         return ragged_decode.attend(query, exact, tail, scaling)
     return dense_decode.partials(query, exact, tail, scaling)
-
-
-def _placed(bias: Tensor | None, coded: Records) -> Tensor | None:
-    """A bias (rows, kv_heads, tokens, group) as `records.attend` takes it."""
-    return bias if bias is None or coded.positions is not None else bias.flatten(0, 2)
 
 
 CHANNELS = 16

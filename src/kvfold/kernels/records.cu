@@ -7,11 +7,11 @@
 //  * Every warp has a ring of records in shared memory, filled by bulk copies; no barrier of the block in the loop. Records are dealt out in turn.
 //  * The reference of the softmax moves only when a warp's sum of weights passes 10^24, far below what a float holds.
 //  * One launch: the last block of a (row, KV head) merges what the others found.
-//  * Logit biases lie in the order of the records and are copied with them, or are looked up by each token's position, or are those of a
-//    vector that RoPE turns: S += [fine turns of the record's 64 tokens] [factors of the queries, turned back to the record's first], the
-//    latter as sums of two numbers of 16 bits.
-// Compiled for one HEAD_DIM, SETS of four query heads, WARPS a block, and no BIAS (0), one beside the records (1), by position (2), or of
-// as many planes of a turned vector (16, 32).
+//  * Logit biases lie in the order of the records and are copied with them, or are those of a vector that RoPE turns:
+//    S += [fine turns of the record's 64 tokens] [factors of the queries, turned back to the record's first], the latter as sums of two
+//    numbers of 16 bits.
+// Compiled for one HEAD_DIM, SETS of four query heads, WARPS a block, and no BIAS (0), one beside the records (1), or that of as many
+// planes of a turned vector (16, 32).
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #include <stdint.h>
@@ -20,7 +20,8 @@
 
 constexpr int TILES = HEAD_DIM / 16, HEADS = SETS * 4, TOKENS = 64, THREADS = WARPS * 32;
 constexpr int TILE_BYTES = TOKENS * 16 / 8, BOOK = 32, MOST_SPLITS = 128;
-constexpr int PLANES = BIAS > 2 ? BIAS : 0, STEPS = PLANES / 8;
+constexpr int PLANES = BIAS > 1 ? BIAS : 0;
+[[maybe_unused]] constexpr int STEPS = PLANES / 8;
 constexpr int PASSES = (HEAD_DIM + 127) / 128, HEADS_A_WARP = (HEADS + WARPS - 1) / WARPS;
 constexpr uint32_t LOW_ONES = TILES >= 8 ? 0x11111111u : ((1u << 4 * (TILES & 7)) - 1) / 15, HIGH_ONES = TILES > 8 ? 0x11111111u >> 4 * (16 - TILES) : 0;
 constexpr float NOTHING = -1e30f, FAR = 1e24f;
@@ -39,9 +40,8 @@ struct Problem {
   const uint8_t* records;
   const uint8_t* books;   // (row heads, TILES + 1, BOOK)
   const Work* work;       // (blocks,) or null: all row heads have the same runs
-  const float* bias;      // BIAS 1: (places, group); 2: (row heads, bias_stride, group)
+  const float* bias;      // BIAS 1: (places, group)
   const int* table;       // (records of all row heads,) or null: where each lies, in units of 16 bytes, if not behind the one before
-  const int* positions;   // BIAS 2: (places,), an index of the bias
   const float2* factors;  // PLANES: (row heads, group, PLANES), of the cosine and the sine of a token's place in its head
   const int2* channels;   // PLANES: (row heads, PLANES), the first and second channel of each plane
   const float2* coarse;   // PLANES: (turns, HEAD_DIM), cosine and sine at every 64th token, at first channels
@@ -51,11 +51,11 @@ struct Problem {
   int* arrived;           // (row heads,), zero between launches
   float* output;          // (row heads, group, HEAD_DIM)
   float* lse;             // (row heads, group)
-  int group, slot_bytes, stages, bias_stride, fine_stride;
+  int group, slot_bytes, stages, turns, fine_stride;
   float scaling;          // times log2(e)
   Work common;            // where work is null
 };
-static_assert(sizeof(Problem) == 16 * 8 + 6 * 4 + 16 * 4, "Python's mirror has no padding");
+static_assert(sizeof(Problem) == 15 * 8 + 6 * 4 + 16 * 4, "Python's mirror has no padding");
 
 // ---- instructions ----
 
@@ -250,7 +250,7 @@ template <int W> DEVICE void values(float (&o)[SETS][TILES][2], float (&offset)[
 
 // ---- the logits of a turned vector ----
 
-#if BIAS > 2
+#if BIAS > 1
 struct Circles {   // of one (row, KV head), in shared memory
   __align__(16) uint32_t near[4][STEPS][32][4];   // fine turns as the left operand: sixteen tokens, eight planes
   float2 factors[HEADS][PLANES];
@@ -277,54 +277,86 @@ struct Circles {   // of one (row, KV head), in shared memory
 #pragma unroll
     for (int k = 0; k < 2 * STEPS; k++) turns[k] = global64(from + firsts[4 * k + t]);
   }
+  // Right operand of a set: halves of head 0, rests of head 0, halves of head 1, ...
+  DEVICE void turned(uint32_t (&b)[STEPS][2], const float2 (&turns)[2 * STEPS], int set, int lane) const {
+    const int g = lane >> 2, t = lane & 3;
+#pragma unroll
+    for (int k = 0; k < 2 * STEPS; k++) {
+      const float2 f = factors[set * 4 + (g >> 1)][4 * k + t];
+      const float x = fmaf(f.x, turns[k].x, f.y * turns[k].y), y = fmaf(f.y, turns[k].x, -f.x * turns[k].y);
+      b[k / 2][k % 2] = g & 1 ? rests(x, y) : halves(x, y);
+    }
+  }
   // A lane has head t of each set, tokens 16 i + 8 j + g.
   DEVICE void logits(float (&v)[SETS][4][2], const float2 (&turns)[2 * STEPS], int lane) const {
-    const int g = lane >> 2, t = lane & 3;
     const uint32_t near_at = address(near) + lane * 16;
 #pragma unroll
-    for (int s = 0; s < SETS; s++) {   // columns of the right operand: halves of head 0, rests of head 0, halves of head 1, ...
-      uint32_t turned[STEPS][2];
-#pragma unroll
-      for (int k = 0; k < 2 * STEPS; k++) {
-        const float2 f = factors[s * 4 + (g >> 1)][4 * k + t];
-        const float x = fmaf(f.x, turns[k].x, f.y * turns[k].y), y = fmaf(f.y, turns[k].x, -f.x * turns[k].y);
-        turned[k / 2][k % 2] = g & 1 ? rests(x, y) : halves(x, y);
-      }
+    for (int s = 0; s < SETS; s++) {
+      uint32_t b[STEPS][2];
+      turned(b, turns, s, lane);
 #pragma unroll
       for (int k = 0; k < 4; k++) {
         float d[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
-        for (int j = 0; j < STEPS; j++) mma_turns(d, shared128(near_at + (k * STEPS + j) * 512), turned[j]);
+        for (int j = 0; j < STEPS; j++) mma_turns(d, shared128(near_at + (k * STEPS + j) * 512), b[j]);
         v[s][k][0] = d[0] + d[1]; v[s][k][1] = d[2] + d[3];
       }
     }
   }
 };
 
-// All of them, for records whose tokens do not lie in order: p.lse is (row heads, bias_stride, group).
-__global__ void __launch_bounds__(THREADS) turned_biases(const Problem p, int turns_a_block) {
+// All of them at the places of the records, for tokens that do not lie in order: p.lse is (places, group). A warp takes the positions of
+// TOGETHER coarse turns, for which fine turns are read once, and then their tokens, which lie together in each run.
+// runs: (row heads + 1,), the first run of each; begins: (runs, turns + 1), the first place whose token is that far; positions: (places,)
+// or null where a head's tokens lie in order from a whole record on.
+constexpr int TOGETHER = SETS * WARPS > 16 ? 1 : 2;   // shared memory is 48 kB
+__global__ void __launch_bounds__(THREADS) turned_biases(const Problem p, const int* positions, const int* runs, const int* begins, int turns_a_block) {
   __shared__ Circles circles;
+  __shared__ float found[WARPS][TOGETHER][TOKENS][HEADS];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, head = blockIdx.y;
-  const int count = (p.bias_stride + TOKENS - 1) / TOKENS;
   circles.fill(p, head, 1.f);
   __syncthreads();
-  const int stop = min(count, (int)(blockIdx.x + 1) * turns_a_block);
-  int i = blockIdx.x * turns_a_block + warp;
-  float2 turns[2 * STEPS], next[2 * STEPS];
-  if (i < stop) circles.turn(next, p.coarse, i, t);
-  for (; i < stop; i += WARPS) {
+  const uint32_t near_at = address(circles.near) + lane * 16;
+  const int start = blockIdx.x * turns_a_block, stop = min(p.turns, start + turns_a_block), first_run = __ldg(runs + head), last_run = __ldg(runs + head + 1);
+  for (int i = start + warp * TOGETHER; i < stop; i += WARPS * TOGETHER) {
+    float2 turns[TOGETHER][2 * STEPS];
 #pragma unroll
-    for (int k = 0; k < 2 * STEPS; k++) turns[k] = next[k];
-    if (i + WARPS < stop) circles.turn(next, p.coarse, i + WARPS, t);
-    float v[SETS][4][2];
-    circles.logits(v, turns, lane);
+    for (int n = 0; n < TOGETHER; n++) circles.turn(turns[n], p.coarse, min(i + n, stop - 1), t);
 #pragma unroll
-    for (int s = 0; s < SETS; s++)
+    for (int s = 0; s < SETS; s++) {
+      uint32_t b[TOGETHER][STEPS][2];
 #pragma unroll
-      for (int k = 0; k < 8; k++) {
-        const int slot = i * TOKENS + 8 * k + g, h = s * 4 + t;
-        if (slot < p.bias_stride && h < p.group) p.lse[((size_t)head * p.bias_stride + slot) * p.group + h] = v[s][k / 2][k % 2];
+      for (int n = 0; n < TOGETHER; n++) circles.turned(b[n], turns[n], s, lane);
+#pragma unroll
+      for (int k = 0; k < 4; k++) {
+        float d[TOGETHER][4] = {};
+#pragma unroll
+        for (int j = 0; j < STEPS; j++) {
+          const uint4 a = shared128(near_at + (k * STEPS + j) * 512);
+#pragma unroll
+          for (int n = 0; n < TOGETHER; n++) mma_turns(d[n], a, b[n][j]);
+        }
+#pragma unroll
+        for (int n = 0; n < TOGETHER; n++) {
+          found[warp][n][16 * k + g][s * 4 + t] = d[n][0] + d[n][1];
+          found[warp][n][16 * k + 8 + g][s * 4 + t] = d[n][2] + d[n][3];
+        }
       }
+    }
+    __syncwarp();
+    for (int run = first_run; run < last_run; run++) {
+      const int* from = begins + (size_t)run * (p.turns + 1) + i;
+#pragma unroll
+      for (int n = 0; n < TOGETHER; n++) {
+        if (i + n >= stop) break;
+        const int end = __ldg(from + n + 1), h = lane % HEADS;
+        for (int place = __ldg(from + n) + lane / HEADS; place < end; place += 32 / HEADS) {
+          const int near = (positions ? __ldg(positions + place) : place) % TOKENS;
+          if (h < p.group) p.lse[(size_t)place * p.group + h] = found[warp][n][near][h];
+        }
+      }
+    }
+    __syncwarp();
   }
 }
 #endif
@@ -337,7 +369,7 @@ struct Shared {   // behind the rings
   int sums[HEADS][TILES];            // of the query's integers
   float scales[HEADS][TILES];        // of the tile's group
   __align__(16) uint8_t books[(TILES + 1) * BOOK];
-#if BIAS > 2
+#if BIAS > 1
   Circles circles;
 #endif
   int last;
@@ -443,7 +475,7 @@ __global__ void __launch_bounds__(THREADS) attend(const Problem p) {
     }
   }
   if (threadIdx.x < (TILES + 1) * BOOK / 16) reinterpret_cast<float4*>(sh.books)[threadIdx.x] = book;
-#if BIAS > 2
+#if BIAS > 1
   sh.circles.fill(p, w.head, 1.4426950408889634f);
 #endif
   __syncthreads();
@@ -462,29 +494,11 @@ __global__ void __launch_bounds__(THREADS) attend(const Problem p) {
   const int end = (w.records - 1) * TOKENS + w.tokens;
   int stage = 0;
   uint32_t phase = 0;
-#if BIAS == 2
-  float bias[SETS][4][2];
-  int place[8];
-  auto places = [&](int i) {
-#pragma unroll
-    for (int k = 0; k < 8; k++) place[k] = __ldg(p.positions + w.place + (start + i * step) * TOKENS + 8 * k + g);
-  };
-  auto biases = [&]() {
-#pragma unroll
-    for (int s = 0; s < SETS; s++) {
-      const float* from = p.bias + (size_t)w.head * p.bias_stride * p.group + min(s * 4 + t, p.group - 1);
-#pragma unroll
-      for (int k = 0; k < 8; k++) bias[s][k / 2][k % 2] = __ldg(from + (size_t)place[k] * p.group);
-    }
-  };
-  if (count) { places(0); biases(); }
-  if (count > 1) places(1);
-#endif
-#if BIAS > 2
+#if BIAS > 1
   float2 turns[2 * STEPS];
 #endif
   for (int i = 0; i < count; i++) {
-#if BIAS > 2
+#if BIAS > 1
     sh.circles.turn(turns, p.coarse, start + i * step, t);
 #endif
     barrier_wait(barriers + 8 * stage, phase);
@@ -493,7 +507,7 @@ __global__ void __launch_bounds__(THREADS) attend(const Problem p) {
 
     // ---- logits: a lane has head t of each set, tokens 16 i + 8 j + g
     float v[SETS][4][2];
-#if BIAS > 2
+#if BIAS > 1
     sh.circles.logits(v, turns, lane);
 #endif
     {
@@ -503,7 +517,7 @@ __global__ void __launch_bounds__(THREADS) attend(const Problem p) {
         taken[s] = 0;
 #pragma unroll
         for (int k = 0; k < 4; k++) { c[s][k][0] = c[s][k][1] = c[s][k][2] = c[s][k][3] = 0;
-#if BIAS <= 2
+#if BIAS <= 1
           v[s][k][0] = v[s][k][1] = 0.f;
 #endif
         }
@@ -563,13 +577,6 @@ __global__ void __launch_bounds__(THREADS) attend(const Problem p) {
         const float own = __uint_as_float(shared32(base + record_bytes + ((8 * k + g) * p.group + min(s * 4 + t, p.group - 1)) * 4));
         v[s][k / 2][k % 2] = fmaf(own, 1.4426950408889634f, v[s][k / 2][k % 2]);
       }
-#elif BIAS == 2
-#pragma unroll
-    for (int s = 0; s < SETS; s++)
-#pragma unroll
-      for (int k = 0; k < 8; k++) v[s][k / 2][k % 2] = fmaf(bias[s][k / 2][k % 2], 1.4426950408889634f, v[s][k / 2][k % 2]);
-    if (i + 1 < count) biases();
-    if (i + 2 < count) places(i + 2);
 #endif
     const int from = w.first - (start + i * step) * TOKENS, to = end - (start + i * step) * TOKENS;
     if (from > 0 || to < TOKENS) {
@@ -737,10 +744,9 @@ extern "C" int kvfold_records(const Problem* p, int blocks, int early, void* str
   return (int)cudaLaunchKernelEx(&config, attend, *p);
 }
 
-#if BIAS > 2
-extern "C" int kvfold_turned_biases(const Problem* p, int row_heads, int turns_a_block, void* stream) {
-  const int blocks = (p->bias_stride + TOKENS * turns_a_block - 1) / (TOKENS * turns_a_block);
-  turned_biases<<<dim3(blocks, row_heads), THREADS, 0, (cudaStream_t)stream>>>(*p, turns_a_block);
+#if BIAS > 1
+extern "C" int kvfold_turned_biases(const Problem* p, const int* positions, const int* runs, const int* begins, int row_heads, int turns_a_block, void* stream) {
+  turned_biases<<<dim3((p->turns + turns_a_block - 1) / turns_a_block, row_heads), THREADS, 0, (cudaStream_t)stream>>>(*p, positions, runs, begins, turns_a_block);
   return (int)cudaGetLastError();
 }
 #endif

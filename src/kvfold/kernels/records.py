@@ -18,13 +18,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from kvfold.codecs.fragments import TOKENS, RecordFormat, numbers, unpack
 from kvfold.kernels.cuda_library import built, no_compiler
-from kvfold.kernels.position_bias import MOST_PLANES, Circles
+from kvfold.kernels.position_bias import FINE, MOST_PLANES, Circles
 from kvfold.kernels.record_plan import BOOK, MOST_GROUP, Plan, make_plan, sets_of
 from kvfold.kernels.reference import Part, softmax_part
 
@@ -145,7 +146,8 @@ class Records:
     runs : sequence over rows and KV heads of tuples of Run
         Every format with the same number of tiles, and as many norms as the books tell groups, or none.
     positions : (places,) int32, optional
-        Of the tokens, in the order of `data`, whole records: where each one's bias is. Any number where a record has no token.
+        Of the tokens, in the order of `data`, whole records; ascending in each run. Any number where a record has no token.
+        Without them, a token's is its place in its head.
     table : (records,) int32, optional
         A block table: where in `data` each record of the runs begins, in units of 16 bytes. `data` may then be a pool with
         others' records and gaps between them.
@@ -167,6 +169,7 @@ class Records:
         self.data, self.books, self.runs = data, books, list(runs)
         self.positions, self.table = positions, table
         self._plans: dict[tuple[int, bool, int], Plan] = {}
+        self._begins: dict[int, tuple[Tensor, Tensor]] = {}
         self.rows, self.kv_heads, tiles = books.shape[0], books.shape[1], books.shape[2] - 1
         self.dim = 16 * tiles
         if len(self.runs) != self.rows * self.kv_heads or books.shape[3] != BOOK:
@@ -197,6 +200,46 @@ class Records:
             found = self._plans[group, beside, planes] = make_plan(self, group, beside, planes)
         return found
 
+    def begins(self, turns: int) -> tuple[Tensor, Tensor]:
+        """Where the tokens of every coarse turn of positions begin; made on the first attention.
+
+        Returns
+        -------
+        ((rows * kv_heads + 1,) int32, the first run of each head; (runs, turns + 1) int32, of each run the first place whose
+        token is as far as 64 positions, 128, ...)
+        A head without positions is one run.
+        """
+        if turns not in self._begins:
+            self._begins[turns] = _begins(self, turns)
+        return self._begins[turns]
+
+    def placed(self, bias: Tensor) -> Tensor:
+        """What a bias (rows, kv_heads, positions, group) says of each token, at its place: (places, group)."""
+        heads = torch.arange(len(self.runs)).repeat_interleave(torch.tensor(self.slots)).to(bias.device)
+        where = self.positions
+        if where is None:
+            where = torch.cat([torch.arange(count) for count in self.slots]).to(bias.device)
+        return bias.flatten(0, 1)[heads, where.long().clamp(max=bias.shape[2] - 1)]
+
+
+def _begins(records: Records, turns: int) -> tuple[Tensor, Tensor]:
+    device, far = records.data.device, FINE * torch.arange(turns + 1)
+    if records.positions is None:
+        ends = torch.tensor([*accumulate(records.slots, initial=0)])
+        begins = torch.minimum(ends[:-1, None] + far, ends[1:, None])
+        return torch.arange(len(records.runs) + 1).int().to(device), begins.int().to(device)
+    runs = [run for own in records.runs for run in own]
+    places = torch.tensor([TOKENS * run.records for run in runs], dtype=torch.int64)
+    which = torch.arange(len(runs)).repeat_interleave(places)
+    index = torch.arange(len(which)) - (places.cumsum(0) - places)[which]
+    real = (index < torch.tensor([run.tokens for run in runs], dtype=torch.int64)[which]).to(device)
+    # Ascending over all runs; places without a token are beyond their run's last turn.
+    beyond = FINE * (turns + 1)
+    keys = torch.where(real, records.positions, beyond - 1) + beyond * which.to(device)
+    wanted = (beyond * torch.arange(len(runs))[:, None] + far).to(device)
+    firsts = torch.tensor([*accumulate(map(len, records.runs), initial=0)], dtype=torch.int32)
+    return firsts.to(device), torch.searchsorted(keys, wanted).int()
+
 
 # ---- plain torch ----
 
@@ -219,7 +262,7 @@ def attend_plain(
     rows, heads, dim = query.shape
     group = heads // records.kv_heads
     grouped = query.view(rows * records.kv_heads, group, dim)
-    outputs, lses, begin, slot, where = [], [], 0, 0, records.positions
+    outputs, lses, begin, slot = [], [], 0, 0
     slots: list[int]
     hidden: list[bool]
     for index, (own, q) in enumerate(zip(records.runs, grouped, strict=True)):
@@ -236,7 +279,7 @@ def attend_plain(
             begin, slot = begin + run.nbytes, slot + run.records * TOKENS
         logits = q @ torch.cat(keys).t() * scaling
         if bias is not None:
-            logits += (bias[slots] if where is None else bias[row, head, where[slots].long()]).t()
+            logits += bias[slots].t()
         logits = logits.masked_fill(torch.tensor(hidden, dtype=torch.bool, device=logits.device), -torch.inf)
         output, lse = softmax_part(logits, torch.cat(values))
         outputs.append(output)
@@ -315,7 +358,7 @@ def attend(
     scaling : float
     bias : (places, group) float32, optional
         Added to logits of a KV head's queries; a token's place is 64 times its record's index among those of all heads plus its
-        index there. -inf hides it. Of records with positions (rows, kv_heads, n, group): every token has what is at its position.
+        index there. -inf hides it.
     turned : Turning, optional
         Instead of a bias, that of vectors that RoPE turns to each token's place in its head, whose records are one run in
         order.
@@ -339,22 +382,17 @@ def attend(
             f"query {tuple(query.shape)} does not fit {records.rows} rows of {records.kv_heads} KV heads of {records.dim}"
         )
     group, places = heads // records.kv_heads, sum(records.slots)
-    expected = (places, group) if records.positions is None else (rows, records.kv_heads, -1, group)
-    if bias is not None and (
-        bias.dim() != len(expected) or any(a not in (b, -1) for a, b in zip(expected, bias.shape))
-    ):
-        raise ValueError(f"bias {tuple(bias.shape)} must be {expected}, -1 for any number")
+    if bias is not None and bias.shape != (places, group):
+        raise ValueError(f"bias {tuple(bias.shape)} must be {(places, group)}")
     if turned is not None and (bias is not None or any(len(own) > 1 for own in records.runs)):
         raise ValueError("a turned vector's logits want one run a head and no other bias")
     if problem(query.device, dim, group) is not None:
         if turned is not None:
             factors = turned.factors.view(rows, records.kv_heads, group, -1, 2)
             logits = turned.circles.logits(factors, turned.coarse, turned.fine, max(records.slots))
-            bias = logits.transpose(2, 3).reshape(-1, group)
+            bias = records.placed(logits.transpose(2, 3))
         return attend_plain(query, records, scaling, bias)
-    plan = records.plan(
-        group, bias is not None and records.positions is None, 0 if turned is None else turned.circles.count
-    )
+    plan = records.plan(group, bias is not None, 0 if turned is None else turned.circles.count)
     output, lse = torch.ops.kvfold.attend_records(
         query.contiguous(),
         records.data,
@@ -362,7 +400,6 @@ def attend(
         plan.work,
         records.table,
         None if bias is None else bias.contiguous(),
-        records.positions,
         *((None,) * 4 if turned is None else turned.tensors),
         plan.arrived,
         plan.numbers,
@@ -380,7 +417,6 @@ def _attend_records(
     work: Tensor | None,
     table: Tensor | None,
     bias: Tensor | None,
-    positions: Tensor | None,
     factors: Tensor | None,
     channels: Tensor | None,
     coarse: Tensor | None,
@@ -394,9 +430,7 @@ def _attend_records(
     rows, heads, dim = query.shape
     row_heads = books.shape[0] * books.shape[1]
     group = rows * heads // row_heads
-    kind = 0 if bias is None else 1 if positions is None else 2
-    if channels is not None:
-        kind = channels.shape[-2]
+    kind = int(bias is not None) if channels is None else channels.shape[-2]
     library = _library(dim, sets_of(group), warps, kind)
     output, lse = torch.empty_like(query), query.new_empty(rows, heads)
     partial = query.new_empty(blocks * group * (dim + 2))
@@ -405,12 +439,11 @@ def _attend_records(
     def at(x: Tensor | None) -> int | None:
         return None if x is None else x.data_ptr()
 
-    stride = 0 if bias is None or positions is None else bias.shape[2]
     given = _Problem(
-        *(at(x) for x in (query, data, books, work, bias, table, positions)),
+        *(at(x) for x in (query, data, books, work, bias, table)),
         *(at(x) for x in (factors, channels, coarse, fine)),
         *(at(x) for x in (partial, sums, arrived, output, lse)),
-        *(group, slot_bytes, stages, stride, 0 if fine is None else fine.shape[1], scaling / math.log(2)),
+        *(group, slot_bytes, stages, 0, 0 if fine is None else fine.shape[1], scaling / math.log(2)),
         (ctypes.c_int32 * 16)(*common),
     )
     with torch.cuda.device(query.device):
@@ -429,7 +462,6 @@ def _(
     work: Tensor | None,
     table: Tensor | None,
     bias: Tensor | None,
-    positions: Tensor | None,
     factors: Tensor | None,
     channels: Tensor | None,
     coarse: Tensor | None,
@@ -442,56 +474,78 @@ def _(
     return torch.empty_like(query), query.new_empty(query.shape[:2])
 
 
-def turned_biases(turned: Turning, slots: int) -> Tensor:
-    """Logits (rows, kv_heads, slots, group) float32 of turned vectors at every position: a bias for records with positions.
+def turned_biases(turned: Turning, records: Records) -> Tensor:
+    """Logits (places, group) float32 of turned vectors at every token's position: a bias, as `attend` takes it.
 
-    By a kernel where there is one, which turns at most `MOST_PLANES` planes, else by plain torch.
+    By a kernel where there is one, which turns at most `MOST_PLANES` planes and leaves places without a token as they are, else
+    by plain torch.
     """
     rows, kv_heads, planes, _ = turned.circles.channels.shape
-    group, dim = turned.factors.shape[1] // kv_heads, turned.coarse.shape[1]
+    group, (turns, dim, _) = turned.factors.shape[1] // kv_heads, turned.coarse.shape
     if planes > MOST_PLANES or problem(turned.factors.device, dim, group) is not None:
         factors = turned.factors.view(rows, kv_heads, group, planes, 2)
-        return turned.circles.logits(factors, turned.coarse, turned.fine, slots).transpose(2, 3).contiguous()
-    found: Tensor = torch.ops.kvfold.turned_biases(*turned.tensors, group, slots)
+        logits = turned.circles.logits(factors, turned.coarse, turned.fine, FINE * turns)
+        return records.placed(logits.transpose(2, 3))
+    runs, begins = records.begins(turns)
+    found: Tensor = torch.ops.kvfold.turned_biases(
+        *turned.tensors, records.positions, runs, begins, group, sum(records.slots)
+    )
     return found
 
 
 @torch.library.custom_op("kvfold::turned_biases", mutates_args=(), device_types="cuda")
 def _turned_biases(
-    factors: Tensor, channels: Tensor, coarse: Tensor, fine: Tensor, group: int, slots: int
+    factors: Tensor,
+    channels: Tensor,
+    coarse: Tensor,
+    fine: Tensor,
+    positions: Tensor | None,
+    runs: Tensor,
+    begins: Tensor,
+    group: int,
+    places: int,
 ) -> Tensor:
     rows, kv_heads, planes, _ = channels.shape
-    bias = factors.new_empty(rows, kv_heads, slots, group)
-    turns, most = -(-slots // TOKENS), _BIAS_WARPS
-    a_block = max(most, -(-turns * rows * kv_heads // (8 * 132) // most) * most)
+    bias = factors.new_empty(places, group)
+    turns, row_heads, least = coarse.shape[0], rows * kv_heads, 2 * _BIAS_WARPS
+    blocks = -(-8 * 132 // row_heads)
+    a_block = max(least, -(-turns // blocks // least) * least)
     given = _Problem()
     given.factors, given.channels, given.coarse, given.fine, given.lse = (
         x.data_ptr() for x in (factors, channels, coarse, fine, bias)
     )
-    given.group, given.bias_stride, given.fine_stride = group, slots, fine.shape[1]
+    given.group, given.turns, given.fine_stride = group, turns, fine.shape[1]
     library = _library(coarse.shape[1], sets_of(group), _BIAS_WARPS, planes)
+    where = (None if positions is None else positions.data_ptr(), runs.data_ptr(), begins.data_ptr())
     with torch.cuda.device(factors.device):
         stream = torch.cuda.current_stream().cuda_stream
-        code = library.kvfold_turned_biases(ctypes.byref(given), rows * kv_heads, a_block, stream)
+        code = library.kvfold_turned_biases(ctypes.byref(given), *where, row_heads, a_block, stream)
     if code:
         raise RuntimeError(f"logits of a turned vector failed: {library.kvfold_records_error(code).decode()}")
     return bias
 
 
 @_turned_biases.register_fake
-def _(factors: Tensor, channels: Tensor, coarse: Tensor, fine: Tensor, group: int, slots: int) -> Tensor:
-    return factors.new_empty(*channels.shape[:2], slots, group)
+def _(
+    factors: Tensor,
+    channels: Tensor,
+    coarse: Tensor,
+    fine: Tensor,
+    positions: Tensor | None,
+    runs: Tensor,
+    begins: Tensor,
+    group: int,
+    places: int,
+) -> Tensor:
+    return factors.new_empty(places, group)
 
 
 class _Problem(ctypes.Structure):
     _fields_ = [
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("query", "records", "books", "work", "bias", "table", "positions")
-        ),
+        *((name, ctypes.c_void_p) for name in ("query", "records", "books", "work", "bias", "table")),
         *((name, ctypes.c_void_p) for name in ("factors", "channels", "coarse", "fine")),
         *((name, ctypes.c_void_p) for name in ("partial", "partial_sums", "arrived", "output", "lse")),
-        *((name, ctypes.c_int32) for name in ("group", "slot_bytes", "stages", "bias_stride", "fine_stride")),
+        *((name, ctypes.c_int32) for name in ("group", "slot_bytes", "stages", "turns", "fine_stride")),
         ("scaling", ctypes.c_float),
         ("common", ctypes.c_int32 * 16),
     ]
@@ -503,7 +557,14 @@ def _library(dim: int, sets: int, warps: int, bias: int) -> ctypes.CDLL:
     macros = {"HEAD_DIM": dim, "SETS": sets, "WARPS": warps, "BIAS": bias}
     library = built("records.cu", macros)
     library.kvfold_records.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_void_p]
-    if bias > 2:
-        library.kvfold_turned_biases.argtypes = library.kvfold_records.argtypes
+    if bias > 1:
+        where = [ctypes.c_void_p] * 3
+        library.kvfold_turned_biases.argtypes = [
+            ctypes.c_void_p,
+            *where,
+            ctypes.c_int,
+            ctypes.c_int,
+            ctypes.c_void_p,
+        ]
     library.kvfold_records_error.restype = ctypes.c_char_p
     return library

@@ -196,6 +196,7 @@ class RecordedStore(ReadsRecords, RotatedStore):
         if not self._padded_in_front:
             sinks = (self._index >= self._starts) & (self._index < self._starts + self.layout.sinks)
             hidden = pad(~self.buffers["valid"] | sinks, (0, -self.tokens % TOKENS))
+            hidden = hidden[:, None].expand(-1, self.kv_heads, -1).flatten()
         return {"turned": turned, "hidden": hidden, "exact": self._exact}
 
     # ---- by the plain form ----

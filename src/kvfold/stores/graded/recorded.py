@@ -219,8 +219,7 @@ class RecordedGradedStore(ReadsRecords, GradedStore):
         if vector is not None:
             turned = self._turned_by(require(context.rotary), vector, layout.tokens, layout.shifts)
         if self.tokens < layout.tokens:
-            position = torch.arange(layout.tokens, device=self.frame.order.device)
-            hidden = (position >= self.tokens).expand(self.rows, -1)
+            hidden = self.buffers["positions"] >= self.tokens
         return {"turned": turned, "hidden": hidden, "exact": self._exact_tokens}
 
     def _exact_part(self, query: Tensor, context: AttendContext) -> Part:
