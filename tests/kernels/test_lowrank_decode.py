@@ -81,6 +81,10 @@ CASES = {
 }
 
 
+SIZES = dict(PIECE=1 << 13, CHOSEN=96), dict(PIECE=32, CHOSEN=96)
+"""Of the scratch: two rows at a time that choose 40 tokens; all tokens of a row in one piece or in several."""
+
+
 class SharedTurn(Turn):
     """A rotary embedding that remembers what the layers of a step share."""
 
@@ -194,12 +198,16 @@ def check(cases=tuple(CASES)):
                     assert bool((mine.diff(dim=1) > 0).all())
                     assert bool((share.gather(1, mine).sum(1) > 0.98 * best).all()), (name, number, row)
             earlier = before and tuple(x.to(DEVICE) for x in before)
-            output, lse = decode.attend(on, query.to(DEVICE), context, moved, earlier)
-            for row in range(len(rows)):
-                want, want_lse = expected(store, row, query, context, chosen[row], tail, before)
-                error = (output[row, :, 0].cpu() - want).norm() / want.norm()
-                assert error < 3e-3, (name, number, row, error)
-                torch.testing.assert_close(lse[row, :, 0].cpu().double(), want_lse, atol=1e-2, rtol=1e-3)
+            for sizes in SIZES[: 1 + (name == "rows of all tokens")]:
+                with pytest.MonkeyPatch.context() as patch:
+                    for size, tokens in sizes.items():
+                        patch.setattr(lowrank_decode, size, tokens)
+                    output, lse = decode.attend(on, query.to(DEVICE), context, moved, earlier)
+                for row in range(len(rows)):
+                    want, want_lse = expected(store, row, query, context, chosen[row], tail, before)
+                    error = (output[row, :, 0].cpu() - want).norm() / want.norm()
+                    assert error < 3e-3, (name, number, row, error)
+                    torch.testing.assert_close(lse[row, :, 0].cpu().double(), want_lse, atol=1e-2, rtol=1e-3)
             if name == "coded":
                 check_pieces(on, query.to(DEVICE), context)
 

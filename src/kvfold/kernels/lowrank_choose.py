@@ -15,6 +15,8 @@ from kvfold.kernels.lowrank_rows import Rows, power, programs
 
 BLOCK = 128
 """Chunks that a program scores at a time."""
+BEGIN = 4
+"""Blocks that take as long as turning the query."""
 
 
 def choose(query: Tensor, rows: Rows, chosen: Tensor, scaling: float) -> None:
@@ -42,7 +44,7 @@ def choose(query: Tensor, rows: Rows, chosen: Tensor, scaling: float) -> None:
     logits = query.new_empty(count, heads, pitch, dtype=torch.float32)
     block_lse = query.new_empty(count, heads, blocks, dtype=torch.float32)
     counts = query.new_empty(count, sets, kernels.BINS, dtype=torch.int32)
-    each = -(-blocks * kv_heads * count // (2 * programs(query.device)))
+    each = _each(blocks, kv_heads * count, 2 * programs(query.device))
     group = heads // kv_heads
     kernels.score[(-(-blocks // each), kv_heads, count)](
         query, first.landmarks, first.landmark_scales, rotation, first.outliers, logits, block_lse, counts, rows.table,
@@ -58,6 +60,16 @@ def choose(query: Tensor, rows: Rows, chosen: Tensor, scaling: float) -> None:
     kernels.choose[(-(-most // 1024), sets, count)](
         shares, counts, chosen, rows.table, chunks, pitch, selected, ALIGN=rows.align, BLOCK=1024, WIDE=8192, num_warps=8
     )  # fmt: skip
+
+
+@cache
+def _each(blocks: int, others: int, slots: int) -> int:
+    """Blocks of a program, such that programs are done soonest: `slots` run at once, and to begin takes as long as `BEGIN`."""
+
+    def time(each: int) -> int:
+        return math.ceil(math.ceil(blocks / each) * others / slots) * (each + BEGIN)
+
+    return min(range(1, blocks + 1), key=time)
 
 
 @cache

@@ -26,8 +26,9 @@ __all__ = ["NEAR", "PIECE", "attend", "fits", "narrow", "problem"]
 
 MAX_HEADS = 64
 """Most query heads."""
-PIECE = 1 << 13
-"""Tokens in the scratch at a time: about what a cache of 50 MB holds."""
+PIECE, CHOSEN = 1 << 13, 1 << 16
+"""Tokens in the scratch at a time: of all, about what a cache of 50 MB holds; of chosen ones, so many rows' that each kernel
+fills the GPU several times over."""
 NEAR, BASIS, VALUES = range(3)
 """Numbers of the streams aside on which other tokens are read, and the keys' basis and values decoded."""
 
@@ -63,7 +64,7 @@ def attend(
     *,
     chosen: Tensor | None = None,
     chunk: int = 1,
-    piece: int = PIECE,
+    piece: int | None = None,
 ) -> None:
     """Attention of one query a head over all tokens in factors, or over chosen chunks, and over others beside them.
 
@@ -84,16 +85,18 @@ def attend(
         Chunks that each KV head, or all (one set), read. Without them, one row's tokens or all rows' fit in a piece.
     chunk : int
         Tokens in one.
-    piece : int
-        Tokens decoded at a time; a multiple of 128.
+    piece : int, optional
+        Tokens decoded at a time, a multiple of 128: `PIECE`, or `CHOSEN` of chosen chunks.
     """
     kernels, heads, device = _kernels(), query.shape[1], query.device
     keys, values = rows.first.keys, rows.first.values
     kv_heads, dim, group = keys.basis.shape[0], keys.dim, heads // keys.basis.shape[0]
     sets, selected = (1, 0) if chosen is None else chosen.shape[1:]
     tokens = rows.most(lambda row: row.tokens) if chosen is None else selected * chunk
-    length, pieces = min(tokens, piece), -(-tokens // piece)
-    together = min(len(rows), max(1, piece // length))
+    piece = piece or (PIECE if chosen is None else CHOSEN)
+    length, pieces = -(-min(tokens, piece) // 16) * 16, -(-tokens // piece)
+    # As many rows at a time as fit, about as many each time.
+    together = -(-len(rows) // -(-len(rows) // max(1, piece // length)))
     with aside(device, BASIS):
         basis, basis_scale, pitch = _key_basis(rows)
     at = [query] * 5 if turns is None else [turns.partner, *turns[2:6]]
@@ -103,7 +106,7 @@ def attend(
     rank = rows.most(lambda row: row.values.rank)
     width = min(128, power(rank))
     blocks = -(-rank // width)
-    splits = max(1, 2 * programs(device) // (together * sets * blocks))
+    splits = -(-2 * programs(device) // (together * sets * blocks))
     each = max(64, -(-length // splits // 64) * 64)
     splits = -(-length // each)
     every = pieces * splits

@@ -123,9 +123,8 @@ def unpack(
     ALIGN: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Decode a tile of some tokens' factors, each divided by its largest norm; padding of a row is zero."""
-    tile, own = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    one = own // sets
-    table += (ahead + one) * FIELDS
+    tile, own = tl.program_id(1), tl.program_id(2)
+    table += (ahead + own // sets) * FIELDS
     its = table + side
     # The first is known when compiling, the second is not.
     if ALIGN:  # noqa: SIM102
@@ -142,11 +141,11 @@ def unpack(
         byte = tl.load(tiles + 5)
         levels += tl.load(tiles + 6)
     if GATHERED:
-        chosen += (number(table, ROW, 0, ALIGN) * sets + own % sets) * selected
+        chosen += (number(table, ROW, 0, ALIGN) * sets + own % sets).to(tl.int64) * selected
     else:
         count = tl.minimum(number(table, TOKENS, count + first, ALIGN) - first, count)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    line, inside = own * length + row, row < count
+    line, inside = own.to(tl.int64) * length + row, row < count
     # Rows beyond the last are safe to read.
     token = _token(chosen, tl.minimum(row, count - 1), first, CHUNK, GATHERED).to(tl.int64)
     rows += line[:, None] * stride
@@ -222,11 +221,12 @@ def _lines(rows, table, start, first, stride, rank, THERE: tl.constexpr, ALIGN: 
     """Where decoded factors begin, numbers from one token to the next, and how many of them are there."""
     if THERE:
         # 16-bit factors that are read in order are read where they lie.
-        return place(rows, table, FACTORS, ALIGN) + first.to(tl.int64) * rank, rank, rank
-    within = stride
-    if ALIGN:
-        within = (rank + 15) // 16 * 16
-    return rows + start * stride, stride, within
+        rows, stride, within = place(rows, table, FACTORS, ALIGN) + first.to(tl.int64) * rank, rank, rank
+    else:
+        rows, within = rows + start * stride, stride
+        if ALIGN:
+            within = (rank + 15) // 16 * 16
+    return rows, stride, within
 
 
 @triton.jit(do_not_specialize=["ahead"])
@@ -238,7 +238,7 @@ def logits(
     BASIS_SCALED: tl.constexpr, MEANS: tl.constexpr, TURNED: tl.constexpr, CAPPED: tl.constexpr, THERE: tl.constexpr,
     ALIGN: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Rebuild one KV head's keys of a tile of tokens; its queries' logits on them."""
+    """Rebuild one KV head's keys of a tile of tokens; its queries' logits on them, and on the padding: minus infinity."""
     # Heads next to each other: they read the same rows.
     head, row = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     one, heads = tl.program_id(2).to(tl.int64), tl.num_programs(0)
@@ -318,7 +318,7 @@ def logits(
     tl.store(
         out + ((one * heads + head) * GROUP + m[None, :]) * length + row[:, None],
         found,
-        mask=inside[:, None] & (m < GROUP)[None, :],
+        mask=(row < (count + 15) // 16 * 16)[:, None] & (m < GROUP)[None, :],
     )
 
 
@@ -330,9 +330,9 @@ def mix(
     THERE: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Softmax over one split of a piece, and its mixture of value factors."""
-    split, part, own = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    table += (ahead + own // sets) * FIELDS
-    rank = number(table, VALUES + RANK, rank, ALIGN)
+    split, part = tl.program_id(0), tl.program_id(1)
+    table += (ahead + tl.program_id(2) // sets) * FIELDS
+    own, rank = tl.program_id(2).to(tl.int64), number(table, VALUES + RANK, rank, ALIGN)
     if not GATHERED:
         count = tl.minimum(number(table, TOKENS, count + first, ALIGN) - first, count)
     rows, stride, within = _lines(rows, table + VALUES, own * length, first, stride, rank, THERE, ALIGN)
@@ -350,7 +350,7 @@ def mix(
         inside = row < count
         found = tl.load(
             logits + line[:, None] * length + row[None, :],
-            mask=(m < HEADS)[:, None] & inside[None, :],
+            mask=(m < HEADS)[:, None] & (row < (count + 15) // 16 * 16)[None, :],
             other=float("-inf"),
         )
         top = tl.maximum(peak, tl.max(found, 1))
