@@ -497,10 +497,10 @@ __global__ void __launch_bounds__(THREADS) attend(const Problem p) {
 #if BIAS > 1
   float2 turns[2 * STEPS];
 #endif
-  for (int i = 0; i < count; i++) {
 #if BIAS > 1
-    sh.circles.turn(turns, p.coarse, start + i * step, t);
+  if (count) sh.circles.turn(turns, p.coarse, start, t);
 #endif
+  for (int i = 0; i < count; i++) {
     barrier_wait(barriers + 8 * stage, phase);
     const uint32_t base = ring_at + stage * p.slot_bytes;
     uint32_t meta = base, codes = base + key_codes;
@@ -509,6 +509,7 @@ __global__ void __launch_bounds__(THREADS) attend(const Problem p) {
     float v[SETS][4][2];
 #if BIAS > 1
     sh.circles.logits(v, turns, lane);
+    if (i + 1 < count) sh.circles.turn(turns, p.coarse, start + (i + 1) * step, t);
 #endif
     {
       int c[SETS][4][4], taken[SETS];
