@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvfold import RDKV
 from kvfold.codecs.codebook import common_levels
 from kvfold.kernels import dense_decode
 from kvfold.kernels.position_bias import turned_rows
 from kvfold.methods.base import LayerView
+from kvfold.methods.grade_errors import squared_errors_by_kernels
 from kvfold.stores.graded import Frame
 from kvfold.stores.graded import encode as graded_encode
 from kvfold.stores.graded.frame import value_rotation
@@ -95,7 +95,6 @@ def on(frame):
 def check_losses(monkeypatch):
     for options in CASES:
         store, _, keys, values = random_store(**options)
-        method = RDKV(keep=0.1, widths=options.get("widths", (8, 4, 2)), grades=(1.0, 2.0, 4.0))
         if not CUDA:
             monkeypatch.setattr(dense_decode, "problem", lambda device: None)
         for row in range(store.rows):
@@ -105,7 +104,7 @@ def check_losses(monkeypatch):
             )  # fmt: skip
             energy = torch.rand(keys.shape[1], keys.shape[3], generator=torch.Generator().manual_seed(1))
             frame = on(store.frame)
-            spread, errors = method._errors_by_kernels(view, store.layout, frame, row, energy.to(DEVICE))
+            spread, errors = squared_errors_by_kernels(view, store.layout, frame, row, energy.to(DEVICE))
             there = LayerView(
                 keys, values, view.valid.cpu(), view.real_tokens, view.positions, 1.0, rotary=Doubled()
             )
