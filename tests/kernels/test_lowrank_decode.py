@@ -44,7 +44,7 @@ CASES = {
         dict(tokens=90),
         None,
     ),
-    # Batches: rows alike, rows of other lengths (one too short to choose), ranks, widths and outliers, rows of other kinds.
+    # Batches: rows alike, rows of other lengths (one too short to choose, one for factors), ranks, widths and outliers, rows of other kinds.
     "rows alike": ([dict(SPARSE, choice="layer")] * 3, (3, 3, 3), dict(tokens=90), None),
     "rows of all tokens": (
         [dict(keep=0.4), dict(keep=0.6), dict(keep=0.5, centre=False)],
@@ -61,9 +61,10 @@ CASES = {
             dict(WIDE),
             dict(WIDE, widths=(3, 5), basis_bits=16, recent=1),
             dict(WIDE, centre=False),
+            dict(WIDE),
         ],
-        (3, 20, 0, 46, 11, 0),
-        dict(tokens=90, group=4),
+        (3, 20, 0, 46, 11, 0, 74),
+        dict(tokens=90, group=4, kv_heads=1),
         5.0,
     ),
     "heads of rows apart": (
@@ -202,6 +203,7 @@ def check(cases=tuple(CASES)):
                 with pytest.MonkeyPatch.context() as patch:
                     for size, tokens in sizes.items():
                         patch.setattr(lowrank_decode, size, tokens)
+                    patch.setattr(decode, "_chosen", lambda *_, known=(made, some): known)
                     output, lse = decode.attend(on, query.to(DEVICE), context, moved, earlier)
                 for row in range(len(rows)):
                     want, want_lse = expected(store, row, query, context, chosen[row], tail, before)

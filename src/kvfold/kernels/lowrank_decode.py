@@ -40,7 +40,6 @@ def fits(query: Tensor, keys: Factors, values: Factors) -> bool:
         and query.shape[3] == keys.dim
         and query.shape[1] <= MAX_HEADS
         and max(keys.dim, values.dim) <= MAX_DIM
-        and len(keys.factors) > 0
         and all(side.code is not None or side.factors.dtype == side.scratch for side in (keys, values))
     )
 

@@ -14,7 +14,7 @@ from kvfold.kernels.dense_decode import Exact
 from kvfold.kernels.lowrank_rows import Factors, Row, Rows
 from kvfold.kernels.position_bias import Turns, turns
 from kvfold.kernels.reference import Part, merge
-from kvfold.kernels.streams import aside
+from kvfold.kernels.streams import aside, joined
 from kvfold.stores.base import AttendContext
 from kvfold.stores.lowrank.layout import PARTS
 from kvfold.stores.tokenwise import rotary_for
@@ -34,7 +34,10 @@ def serves(store: LowRankStore, query: Tensor, context: AttendContext) -> bool:
         return False
     return all(
         store.coded(row)[0] + store.coded(row)[1] + one.newest == store.tokens
-        and lowrank_decode.fits(query, *(_factors(store, row, name) for name in PARTS))
+        and (
+            not store.coded(row)[1]
+            or lowrank_decode.fits(query, *(_factors(store, row, name) for name in PARTS))
+        )
         and dense_decode.fits(query, parts["exact_keys"][None], parts["exact_values"][None])
         and all(part.is_contiguous() for part in parts.values())
         for row, one in enumerate(store.layout.rows)
@@ -61,7 +64,12 @@ def attend(
         query.new_empty(*query.shape[:3], store.value_dim, dtype=dtype),
         query.new_empty(query.shape[:3], dtype=torch.float32),
     )
-    for served, reads in ((some, chosen), (tuple(set(range(store.rows)) - set(some)), None)):
+    coded = [row for row in range(store.rows) if store.coded(row)[1]]
+    if len(coded) < store.rows:  # rows too short for factors
+        joined(query.device, lowrank_decode.NEAR)
+        for into, part in zip(found, dense_decode.merged(query, near), strict=True):
+            into.copy_(part)
+    for served, reads in ((some, chosen), (tuple(row for row in coded if row not in some), None)):
         for rows in _together(store, served, reads is None):
             lowrank_decode.attend(
                 query,
