@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from kvfold import fold
+from kvfold.allocate.transform import Components, fill
 from kvfold.errors import BudgetError, UnsupportedModelError
+from kvfold.kernels import split_products
 from kvfold.ledger import storage_bytes
-from kvfold.methods import XKV, factorise
-from kvfold.methods.factorise import leading
+from kvfold.methods import XKV, exact_rows, factorise
+from kvfold.methods.subspace import leading, orthonormal
 from kvfold.stores.base import AttendContext
 from tests.methods.baselines.views import view
 from tests.stores.checks import Turn
@@ -229,16 +231,45 @@ def test_ranks_with_a_budget_are_the_most_it_may_buy(solver):
     assert few[0].layout.rows[0].key.lost > free[0].layout.rows[0].key.lost
 
 
-def test_subspace_iteration_finds_the_leading_eigenvectors():
+def test_subspace_iteration_finds_as_good_a_transform_as_the_leading_eigenvectors():
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(300, 80, generator=generator, dtype=torch.float64) * 0.9 ** torch.arange(80)
-    values, vectors = leading(x.t() @ x, 20)
-    expected = np.linalg.eigvalsh((x.t() @ x).numpy())[::-1][:20].copy()
-    assert torch.allclose(values, torch.tensor(expected), rtol=1e-2)
+    gram = x.t() @ x
+    values, vectors = leading(gram, 20)
     assert torch.allclose(vectors.t() @ vectors, torch.eye(20, dtype=torch.float64), atol=1e-8)
+    assert torch.allclose((vectors * (gram @ vectors)).sum(0), values) and (values.diff() <= 0).all()
+    expected = torch.tensor(np.linalg.eigvalsh(gram.numpy())[::-1][:20].copy())
+    assert torch.allclose(values.sum(), expected.sum(), rtol=1e-3)
+    # At so many bits that all have some, the error goes with the geometric mean; coded, with a few bits, by what is bought.
+    assert values.log().mean() < expected.log().mean() + 0.01
+    rest = float(gram.trace())
+    for bits in (3.0, 5.0):
+        found, best = (
+            one.lost(fill([one], 1000, int(bits * 20 * 1000 / 8), (2, 3, 4, 5, 6, 8), tile=2)[0])
+            for one in (Components(e.float(), 16, rest - float(e.sum())) for e in (values, expected))
+        )
+        assert found < 1.02 * best
     views = alike()
     exact, fast = (relative_error(views, XKV(keep=0.2, solver=s).fold(views)) for s in ("eigh", "subspace"))
     assert fast < 1.2 * exact
+
+
+def test_the_metric_is_a_root_that_leaves_no_direction_out():
+    generator = torch.Generator().manual_seed(0)
+    queries = torch.randn(3, 9, 16, generator=generator) * 3.0 ** -torch.arange(16.0)
+    moments = queries.transpose(1, 2) @ queries  # of rank 9
+    moments = torch.cat([moments, torch.zeros(1, 16, 16)])
+    found = factorise.root(moments).double()
+    assert torch.equal(found, found.tril())
+    largest = np.linalg.eigvalsh(moments.double().numpy())[:, -1:]
+    least = np.linalg.eigvalsh((found @ found.mT).numpy())
+    assert (least > 0).all() and (least[:3, 0] > 0.9e-4 * largest[:3, 0]).all()
+    # Errors count as the queries' logits do, but for what is added to every direction.
+    x = torch.randn(5, 16, generator=generator).double()
+    exact = torch.einsum("td,hde,te->ht", x, moments.double(), x)
+    added = (x @ found).square().sum(-1) - exact
+    bound = 4e-4 * torch.tensor(largest) * x.square().sum(-1)
+    assert (added[:3] > -1e-6 * exact[:3]).all() and (added[:3] < bound[:3]).all()
 
 
 @pytest.mark.parametrize("options", [dict(keep=0.5), dict(key_rank=12, value_rank=16, widths=(16,))])
@@ -254,7 +285,8 @@ def test_tokens_are_folded_some_at_a_time(monkeypatch, options):
     whole = folded()
     # No piece ends where a panel, a chunk or the tokens do.
     monkeypatch.setattr(factorise, "TOKENS", 43)
-    monkeypatch.setattr(factorise, "PANEL", 20)
+    monkeypatch.setattr(exact_rows, "TOKENS", 43)
+    monkeypatch.setattr(split_products, "PANEL", 20)
     for one, two in zip(whole, folded(), strict=True):
         assert one.layout.rows[0].key.groups == two.layout.rows[0].key.groups
         assert torch.equal(one.buffers["outliers.0"], two.buffers["outliers.0"])
@@ -272,7 +304,7 @@ def test_columns_are_made_orthonormal_however_dependent(n, rank):
         torch.randn(n, rank, generator=generator).double()
         @ torch.randn(rank, 30, generator=generator).double()
     )
-    found = factorise.orthonormal(x)
+    found = orthonormal(x)
     assert torch.allclose(found.t() @ found, torch.eye(30, dtype=torch.float64), atol=1e-10)
     assert torch.allclose(found @ (found.t() @ x), x, atol=1e-8)
 

@@ -144,16 +144,19 @@ class RotatedCode:
         ValueError
             x holds NaN or infinity.
         """
-        if not bool(torch.isfinite(x).all()):
+        return self.encode_rotated(self.rotate(x), shares)
+
+    def encode_rotated(self, y: Tensor, shares: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """As `encode`, of vectors that `rotate` has turned: y (..., dim) float32."""
+        if not bool(torch.isfinite(y).all()):
             raise ValueError("x holds NaN or infinity; remove padding or masked positions before coding")
-        y = self.rotate(x)
         lengths = self._lengths(y, shares)
         codes, levels = [], []
         for part, length, (width, _), book in zip(
             y.split([channels for _, channels in self.groups], -1),
             lengths,
             self.groups,
-            self._books(x.device),
+            self._books(y.device),
         ):
             code = encode(part / length.clamp_min(1e-30), book)
             codes.append(pack(code, width))
@@ -162,7 +165,7 @@ class RotatedCode:
         scales = stored_norms(scales)
         if self.sketch:
             lost = y - self._scaled(levels, scales.float(), shares)
-            codes.append(pack((lost @ _gaussian(self.dim, self.seed, x.device).t() >= 0).to(torch.uint8), 1))
+            codes.append(pack((lost @ _gaussian(self.dim, self.seed, y.device).t() >= 0).to(torch.uint8), 1))
             scales = torch.cat([scales, lost.norm(dim=-1, keepdim=True).to(scales.dtype)], -1)
         return torch.cat(codes, -1), scales
 

@@ -10,18 +10,20 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn.functional import avg_pool1d, cosine_similarity, pad
+from torch.nn.functional import avg_pool1d, pad
 
 from kvfold.allocate.transform import ERROR, Components, Groups, fill
 from kvfold.codecs.rotated import prepare
 from kvfold.errors import BudgetError
 from kvfold.kernels.column_sums import column_sums
+from kvfold.kernels.split_products import Moments, product
 from kvfold.methods.base import LayerView
+from kvfold.methods.exact_rows import exact_rows
 from kvfold.methods.fit import future_queries
 from kvfold.methods.scores import keys_for_scores
+from kvfold.methods.subspace import leading
 from kvfold.stores.lowrank import Factor, LowRankRow, LowRankStore, encode
 from kvfold.stores.lowrank.encode import narrow
-from kvfold.stores.trizone import position_dtype
 
 if TYPE_CHECKING:
     from kvfold.methods.xkv import XKV
@@ -30,8 +32,6 @@ GOLDEN = 0.6180339887
 """Its multiples modulo 1 are spread evenly, however many there are."""
 TOKENS = 8192
 """Worked on at a time: nothing of a prompt's length is held but weights, codes and what is to be folded."""
-PANEL = 512
-"""Rows of a symmetric product at a time, which then leaves out what lies below the diagonal."""
 
 
 @dataclass
@@ -57,6 +57,29 @@ class Block:
     shared: dict[str, Tensor]
     bases: list[dict[str, Tensor]]
     lost: float
+
+
+@dataclass
+class Plan:
+    """How layers are to be factored.
+
+    Attributes
+    ----------
+    layers : range
+        Within the window.
+    solved : list of (Components, Tensor)
+        Of keys and of values, with directions (channels, components).
+    groups : list of Groups
+    """
+
+    layers: range
+    solved: list[tuple[Components, Tensor]]
+    groups: list[Groups]
+
+    @property
+    def lost(self) -> float:
+        """Squared error, as the metric counts it."""
+        return sum(one.lost(group) for (one, _), group in zip(self.solved, self.groups, strict=True))
 
 
 class Window:
@@ -89,7 +112,8 @@ class Window:
         self._measure()
         blocks = self._blocks()
         self._grams.clear()
-        for block in blocks:
+        for found in blocks:
+            block = found if isinstance(found, Block) else self._block(found)
             described = LowRankRow(
                 first=self.first,
                 shift=int(self.views[0].positions[self.row, -1]) - self.views[0].tokens + 1,
@@ -102,22 +126,28 @@ class Window:
             for layer, basis in zip(block.layers, block.bases, strict=True):
                 yield (
                     described,
-                    {**block.shared, **basis, **self._exact_rows(layer, layer == block.layers[0])},
+                    {**block.shared, **basis, **self._exact(layer, layer == block.layers[0])},
                 )
+
+    def _exact(self, layer: int, chooses: bool) -> dict[str, Tensor]:
+        """Buffers of a layer beside factors and bases."""
+        view = self.views[layer]
+        keys, values = (x[self.row, :, self.first :] for x in (view.keys, view.values))
+        coded = slice(self.sinks, self.sinks + self.coded)
+        return exact_rows(self.method, keys, values, coded, chooses, self.half)
 
     # ---- what errors cost ----
 
     def _measure(self) -> None:
-        """Token weights, and of each layer the means of keys and values and their metrics."""
+        """Token weights, and of keys and of values what is taken out before and their metrics, of all layers."""
         self.weights = torch.stack([self._weights(view) for view in self.views]).mean(0)
-        self.means: list[tuple[Tensor, Tensor]] = []
-        metrics: list[Tensor] = []
-        for view in self.views:
-            key_mean, _ = self._mean_and_metric(view, 0)
-            value_mean, metric = self._mean_and_metric(view, 1)
-            self.means.append((key_mean, value_mean))
-            metrics.append(metric)
-        self.metrics = list(zip(self._key_metrics(), metrics, strict=True))
+        key_mean, _ = self._mean_and_spread(0)
+        value_mean, spread = self._mean_and_spread(1)
+        unit = torch.eye(self.dims[1], device=spread.device)
+        # (layers, kv_heads, dim) in 16 bits.
+        self.means = key_mean, value_mean
+        # (layers, kv_heads, dim, dim), lower triangular: states, as rows, are multiplied by it.
+        self.metrics = self._key_metrics(), unit / spread[..., None, None]
 
     def _tokens(self) -> list[slice]:
         """Those in factors, some at a time."""
@@ -125,51 +155,50 @@ class Window:
             slice(start, min(start + TOKENS, self.coded)) for start in range(0, max(self.coded, 1), TOKENS)
         ]
 
-    def _raw(self, view: LayerView, part: int, tokens: slice) -> Tensor:
-        """Some tokens' keys before RoPE, or values, of those that are to be in factors: (kv_heads, n, dim) float32."""
+    def _raw(self, part: int, layers: range, tokens: slice) -> Tensor:
+        """Some tokens' keys before RoPE, or values, of those that are to be in factors: (layers, kv_heads, n, dim) float32."""
         some = slice(self.span.start + tokens.start, self.span.start + tokens.stop)
-        states = (view.keys, view.values)[part][self.row, :, some].float()
-        if part == 1 or view.rotary is None or not self.coded:
-            return states
-        return view.rotary.unrotate(states, view.positions[self.row, some])
+        views = [self.views[layer] for layer in layers]
+        states = torch.stack([(view.keys, view.values)[part][self.row, :, some] for view in views])
+        if part == 1 or not self.coded:
+            return states.float()
+        positions, turned, start = views[0].positions[self.row, some], [], 0
+        # Layers of one rotary embedding together: it takes dozens of launches.
+        for rotary, run in groupby(views, key=lambda view: view.rotary):
+            own = states[start : start + len(list(run))]
+            turned.append(own.float() if rotary is None else rotary.unrotate(own, positions))
+            start += len(own)
+        return turned[0] if len(turned) == 1 else torch.cat(turned)
 
     def _some_states(self, part: int, layers: range, tokens: slice) -> Tensor:
         """Some tokens' states less their mean with the metric applied, (n, layers * kv_heads * dim) float32."""
-        count, dim = tokens.stop - tokens.start, self.dims[part]
-        states = torch.empty(count, len(layers), self.heads, dim, device=self.weights.device)
-        for index, layer in enumerate(layers):
-            raw = self._raw(self.views[layer], part, tokens) - self.means[layer][part].float()[:, None]
-            states[:, index] = (raw @ self.metrics[layer][part]).transpose(0, 1)
-        return states.flatten(1)
+        own = slice(layers[0], layers[-1] + 1)
+        raw = self._raw(part, layers, tokens) - self.means[part][own].float()[:, :, None]
+        return (raw @ self.metrics[part][own]).permute(2, 0, 1, 3).flatten(1)
 
-    def _mean_and_metric(self, view: LayerView, part: int) -> tuple[Tensor, Tensor]:
-        """What is taken out of keys or values before, (kv_heads, dim) in 16 bits, and the metric of values.
-
-        That is one over the spread of each head's, times the unit matrix: (kv_heads, dim, dim).
-        """
-        plain, dim = self.method.metric == "plain" or part == 0, self.dims[part]
-        unit = torch.eye(dim, device=view.keys.device).expand(self.heads, -1, -1)
-        mean = view.keys.new_zeros(self.heads, dim, dtype=self.half)
+    def _mean_and_spread(self, part: int) -> tuple[Tensor, Tensor]:
+        """What is taken out of keys or values before, (layers, kv_heads, dim) in 16 bits, and of values each head's spread."""
+        plain, shape = self.method.metric == "plain" or part == 0, (self.heads, self.dims[part])
+        every, device = range(len(self.views)), self.weights.device
+        mean = torch.zeros(len(every), *shape, dtype=self.half, device=device)
+        spread = torch.ones(len(every), self.heads, device=device)
         if not self.coded or (plain and not self.method.centre):
-            return mean, unit
-        weighted, sums, squares = torch.zeros(
-            3, self.heads, dim, dtype=torch.float64, device=view.keys.device
-        )
+            return mean, spread
+        weighted, sums, squares = torch.zeros(3, len(every), *shape, dtype=torch.float64, device=device)
         for tokens in self._tokens():
-            raw = self._raw(view, part, tokens)
+            raw = self._raw(part, every, tokens)
             weighted += self.weights[tokens] @ raw
             if not plain:
-                sums += raw.sum(1, dtype=torch.float64)
-                squares += raw.square().sum(1, dtype=torch.float64)
+                sums += raw.sum(2, dtype=torch.float64)
+                squares += raw.square().sum(2, dtype=torch.float64)
         if self.method.centre:
             mean = narrow((weighted / self.weights.sum()).float(), self.half)
         if plain:
-            return mean, unit
-        size = (squares / self.coded).sum(1).sqrt()
-        spread = (squares / self.coded - (sums / self.coded).square()).clamp_min(0).sum(1).sqrt()
+            return mean, spread
+        size = (squares / self.coded).sum(-1).sqrt()
+        spread = (squares / self.coded - (sums / self.coded).square()).clamp_min(0).sum(-1).sqrt()
         # A head of one value throughout would make a metric that 16-bit bases cannot undo.
-        spread = torch.maximum(spread, 0.01 * size).clamp_min(1e-6).float()
-        return mean, unit / spread[:, None, None]
+        return mean, torch.maximum(spread, 0.01 * size).clamp_min(1e-6).float()
 
     def _queries(self, view: LayerView) -> tuple[Tensor, Tensor]:
         """Real sampled queries (heads, n, query_dim) float32 and their index in the segment."""
@@ -177,12 +206,12 @@ class Window:
         inside = view.sampled_index >= self.first
         return view.sampled[self.row][:, inside].float(), view.sampled_index[inside]
 
-    def _key_metrics(self) -> list[Tensor]:
-        """For each layer the root of the second moment of the queries that keys before RoPE meet, (kv_heads, key_dim, key_dim)."""
+    def _key_metrics(self) -> Tensor:
+        """A root of the second moment of the queries that keys before RoPE meet, (layers, kv_heads, key_dim, key_dim)."""
         dim = self.dims[0]
         if self.method.metric == "plain" or not self.coded:
-            unit = torch.eye(dim, device=self.views[0].keys.device).expand(self.heads, -1, -1)
-            return [unit] * len(self.views)
+            unit = torch.eye(dim, device=self.views[0].keys.device)
+            return unit.expand(len(self.views), self.heads, -1, -1)
         moments = []
         for view in self.views:
             query, index = self._queries(view)
@@ -194,10 +223,7 @@ class Window:
                 query = view.rotary.unrotate(query, met)
             query = query.reshape(self.heads, -1, dim)
             moments.append(query.transpose(1, 2) @ query / max(query.shape[1], 1))
-        # Together: many small ones take as long as one.
-        values, vectors = torch.linalg.eigh(torch.stack(moments))
-        values = values.clamp_min(values[..., -1:].clamp_min(1e-20) * 1e-4)
-        return list((vectors * values[..., None, :].sqrt()) @ vectors.transpose(-1, -2))
+        return root(torch.stack(moments))
 
     def _weights(self, view: LayerView) -> Tensor:
         """What an error of each token costs, on average 1: (coded,)."""
@@ -226,10 +252,10 @@ class Window:
 
     # ---- factorising ----
 
-    def _blocks(self) -> list[Block]:
+    def _blocks(self) -> list[Block | Plan]:
         """The cheapest way to factor the layers: on the bases there are, as one window, or in parts of it."""
         budget = self.method.budget
-        blocks: list[Block] = []
+        blocks: list[Block | Plan] = []
         for layers in self._known():
             projected = self._project(layers)
             if projected is None:
@@ -260,13 +286,13 @@ class Window:
             )
         return have
 
-    def _factor(self, layers: range, budget: int | None) -> list[Block]:
+    def _factor(self, layers: range, budget: int | None) -> list[Plan]:
         """Factorise layers within a budget (None: the method's)."""
-        best: list[tuple[range, list[tuple[Components, Tensor]], list[Groups]]] | None = None
+        best: list[Plan] | None = None
         least = float("inf")
         for size in self._sizes(len(layers)):
             parts = [layers[start : start + size] for start in range(0, len(layers), size)]
-            tried, lost = [], 0.0
+            tried: list[Plan] = []
             for part in parts:
                 have = budget * len(part) // len(layers) if budget is not None else None
                 if have is None and self.method.budget is not None:
@@ -275,8 +301,8 @@ class Window:
                 groups = self._allocate([one for one, _ in solved], have)
                 if groups is None:
                     break
-                tried.append((part, solved, groups))
-                lost += sum(one.lost(group) for (one, _), group in zip(solved, groups, strict=True))
+                tried.append(Plan(part, solved, groups))
+            lost = sum(plan.lost for plan in tried)
             if len(tried) == len(parts) and lost < least:
                 best, least = tried, lost
         if best is None:
@@ -284,7 +310,7 @@ class Window:
                 f"the budget is smaller than the fewest components and their bases of {self.real} tokens: raise keep, or"
                 " fold more tokens at once"
             )
-        return [self._block(part, solved, groups) for part, solved, groups in best]
+        return best
 
     def _sizes(self, layers: int) -> list[int]:
         sizes = [layers]
@@ -336,16 +362,12 @@ class Window:
         if gram is None:
             every = range(len(self.views))
             channels = len(every) * self.heads * self.dims[part]
-            gram = torch.zeros(channels, channels, dtype=torch.float64, device=self.weights.device)
+            moments = Moments(channels, self.weights.device)
             for tokens in self._tokens():
-                some = self._some_states(part, every, tokens)
-                some *= self.weights[tokens].sqrt()[:, None]
-                some = some.double()
-                for start in range(0, channels, PANEL):
-                    rows = slice(start, start + PANEL)
-                    gram[rows, start:].addmm_(some[:, rows].t(), some[:, start:])
-            gram = gram.triu() + gram.triu(1).t()
-            self._grams[part] = gram
+                states = self._some_states(part, every, tokens)
+                states *= self.weights[tokens].sqrt()[:, None]
+                moments.add(states)
+            self._grams[part] = gram = moments.total()
         own = self._channels(part, layers)
         return gram[own, own]
 
@@ -357,8 +379,9 @@ class Window:
         each = self.coded * min(self.method.widths) // 8 + one.basis_bytes
         return min(budget // max(each, 1) + 8, available)
 
-    def _block(self, layers: range, solved: list[tuple[Components, Tensor]], groups: list[Groups]) -> Block:
-        found, lost = [], 0.0
+    def _block(self, plan: Plan) -> Block:
+        layers, solved, groups = plan.layers, plan.solved, plan.groups
+        found = []
         shared: dict[str, Tensor] = {}
         bases: list[dict[str, Tensor]] = [{} for _ in layers]
         for (components, _), group in zip(solved, groups, strict=True):
@@ -367,30 +390,34 @@ class Window:
             outside = total - float(components.energy[:rank].sum())
             found.append(Factor(group, self.method.basis_bits, max(outside, 0.0) / max(total, 1e-30)))
         prepare([factor.code for factor in found if factor.code is not None], self.weights.device)
-        for part, ((components, vectors), group) in enumerate(zip(solved, groups, strict=True)):
-            vectors = vectors[:, : found[part].rank]
-            pieces = (self._some_states(part, layers, tokens) @ vectors for tokens in self._tokens())
+        for part, (_, vectors) in enumerate(solved):
+            # Turned as their codes are: that turns factors and bases.
+            vectors = found[part].turned(vectors[:, : found[part].rank])
+            pieces = (product(self._some_states(part, layers, tokens), vectors) for tokens in self._tokens())
             shared |= self._coded(part, found[part], pieces)
-            lost += components.lost(group)
-            for basis, layer, rows in zip(
-                bases, layers, vectors.t().unflatten(1, (len(layers), self.heads, -1)).unbind(1), strict=True
-            ):
-                basis |= self._basis(part, layer, rows.transpose(0, 1), found[part])
-        return Block(layers, (found[0], found[1]), shared, bases, lost)
+            rows = vectors.t().unflatten(1, (len(layers), self.heads, -1)).permute(1, 2, 0, 3)
+            for basis, own in zip(bases, self._bases(part, layers, rows, found[part]), strict=True):
+                basis |= own
+        return Block(layers, (found[0], found[1]), shared, bases, plan.lost)
 
     def _coded(self, part: int, factor: Factor, pieces: Iterable[Tensor]) -> dict[str, Tensor]:
-        """Token factors (n, rank) of some tokens after others as buffers."""
+        """Token factors (n, rank), turned, of some tokens after others as buffers."""
         return encode.factors(("key", "value")[part], pieces, factor, self.half)
 
     def _channels(self, part: int, layers: range) -> slice:
         width = self.heads * self.dims[part]
         return slice(layers[0] * width, (layers[-1] + 1) * width)
 
-    def _basis(self, part: int, layer: int, rows: Tensor, factor: Factor) -> dict[str, Tensor]:
-        """A layer's rows (kv_heads, rank, dim) of the basis, with the metric taken off again."""
-        name, basis = ("key", "value")[part], torch.linalg.solve(self.metrics[layer][part], rows, left=False)
-        mean = {f"{name}_mean": self.means[layer][part]} if self.method.centre else {}
-        return {**mean, **encode.basis(name, basis, factor, self.half)}
+    def _bases(self, part: int, layers: range, rows: Tensor, factor: Factor) -> Iterator[dict[str, Tensor]]:
+        """Each layer's buffers of the rows (layers, kv_heads, rank, dim) of the basis, turned, with the metric taken off again."""
+        name, own = ("key", "value")[part], slice(layers[0], layers[-1] + 1)
+        rows = torch.linalg.solve_triangular(self.metrics[part][own], rows, upper=False, left=False)
+        buffers = encode.bases(name, rows, factor, self.half)
+        if self.method.centre:
+            buffers[f"{name}_mean"] = self.means[part][own]
+        for layer in range(len(layers)):
+            # Each in memory of its own: a layer may outlive the others.
+            yield {stem: tensor[layer].clone() for stem, tensor in buffers.items()}
 
     # ---- a turn after a folded one ----
 
@@ -423,7 +450,7 @@ class Window:
         for part, name in enumerate(("key", "value")):
             factor: Factor = getattr(described, name)
             rows = [
-                torch.cat(list(before.basis(its, name) @ self.metrics[layer][part]), 1)
+                torch.cat(list(before.basis(its, name) @ self.metrics[part][layer]), 1)
                 for layer, (before, its) in zip(layers, befores, strict=True)
                 if before is not None
             ]
@@ -432,8 +459,8 @@ class Window:
                 basis = factor.code.rotate_back(basis.t()).t()
             moved = [
                 (
-                    (self.means[layer][part].float()[:, None] - before.mean(its, name))
-                    @ self.metrics[layer][part]
+                    (self.means[part][layer].float()[:, None] - before.mean(its, name))
+                    @ self.metrics[part][layer]
                 ).flatten()
                 for layer, (before, its) in zip(layers, befores, strict=True)
                 if before is not None
@@ -448,7 +475,7 @@ class Window:
                 error = states - pieces[-1] @ basis
                 lost += float((error.square().sum(1) * self.weights[tokens]).sum())
                 energy += (pieces[-1].square() * self.weights[tokens, None]).sum(0)
-            shared |= self._coded(part, factor, pieces)
+            shared |= self._coded(part, factor, (factor.turned(piece) for piece in pieces))
             energy *= basis.square().sum(1)
             start = 0
             for width, count in factor.groups:
@@ -467,93 +494,15 @@ class Window:
         block = Block(layers, (described.key, described.value), shared, bases, lost)
         return block, nbytes
 
-    # ---- exact tokens and landmarks ----
 
-    def _exact_rows(self, layer: int, chooses: bool) -> dict[str, Tensor]:
-        """Buffers of a layer beside factors and bases."""
-        view, method = self.views[layer], self.method
-        keys, values = (x[self.row, :, self.first :] for x in (view.keys, view.values))
-        near = torch.cat([torch.arange(self.sinks), torch.arange(self.sinks + self.coded, self.real)])
-        index = near.to(keys.device).expand(self.heads, -1)
-        parts: dict[str, Tensor] = {}
-        if method.sparse_budget:
-            found = []
-            for some in keys[:, self.sinks : self.sinks + self.coded].split(
-                max(TOKENS // method.chunk, 1) * method.chunk, 1
-            ):
-                chunks = some.float().unflatten(1, (-1, method.chunk))
-                mean = chunks.mean(2)
-                found.append((mean, cosine_similarity(mean[:, :, None], chunks, dim=-1).amin(-1)))
-            marks, alike = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
-            outliers = alike.argsort(dim=-1, stable=True)[:, : method.outliers_of(self.coded)].sort(-1).values
-            parts["outliers"] = outliers.to(position_dtype(max(marks.shape[1], 1)))
-            inner = torch.arange(method.chunk, device=keys.device)
-            tokens = self.sinks + (outliers[..., None] * method.chunk + inner).flatten(1)
-            index = torch.cat([index, tokens], 1)
-            if chooses or method.choice != "window":
-                parts |= encode.landmarks(marks)
-        for name, states in (("exact_keys", keys), ("exact_values", values)):
-            parts[name] = narrow(
-                states.gather(1, index[..., None].expand(-1, -1, states.shape[-1])), self.half
-            )
-        return parts
+def root(moments: Tensor) -> Tensor:
+    """Lower triangular L (..., n, n) with L L^T near symmetric positive semi-definite matrices, none of its directions nearly zero.
 
-
-def leading(gram: Tensor, count: int, rounds: int = 2, spare: int = 16) -> tuple[Tensor, Tensor]:
-    """The largest eigenvalues of a positive semi-definite matrix, by randomised subspace iteration.
-
-    Parameters
-    ----------
-    gram : (n, n)
-    count : int
-    rounds : int
-        Multiplications beyond the first.
-    spare : int
-        Directions tried beyond `count`.
-
-    Returns
-    -------
-    (values (count,), largest first, vectors (n, count) orthonormal)
-
-    References
-    ----------
-    Halko, Martinsson and Tropp, "Finding structure with randomness" (2011), algorithms 4.4 and 5.3.
+    Of any root R of a second moment the squares of x R sum to the same. 1e-4 of the Frobenius norm, which is at least the largest
+    eigenvalue, is added to the diagonal.
     """
-    n = len(gram)
-    generator = torch.Generator("cpu").manual_seed(0)
-    basis = torch.randn(n, min(count + spare, n), generator=generator).to(gram)
-    for _ in range(rounds):
-        basis = orthonormal(gram @ basis, passes=1)
-    basis = orthonormal(gram @ basis)
-    inner = basis.t() @ gram @ basis
-    # Half of the time finds vectors in float32; they are made orthonormal again, and what they hold is measured.
-    turned = orthonormal(basis @ torch.linalg.eigh(inner.float())[1].to(gram), passes=1)
-    values = (turned * (gram @ turned)).sum(0)
-    order = values.argsort(descending=True)[:count]
-    return values[order], turned[:, order]
-
-
-def orthonormal(x: Tensor, passes: int = 2) -> Tensor:
-    """An orthonormal basis (n, k) of the columns of x (n, k), float64: by Cholesky factors, which a GPU finds far faster than QR.
-
-    Parameters
-    ----------
-    x : (n, k)
-        Where columns are too nearly dependent for Cholesky factors, QR is used.
-    passes : int
-        1 suffices where only their span matters.
-
-    References
-    ----------
-    Fukaya and others, "CholeskyQR2" (2014).
-    """
-    found = x
-    for _ in range(passes):
-        factor, failed = torch.linalg.cholesky_ex(found.t() @ found)
-        if bool(failed):
-            return torch.linalg.qr(x)[0]
-        found = torch.linalg.solve_triangular(factor, found.t(), upper=False).t()
-    return found
+    ridge = 1e-4 * torch.linalg.matrix_norm(moments).clamp_min(1e-20)
+    return torch.linalg.cholesky(moments + torch.diag_embed(ridge[..., None].expand(moments.shape[:-1])))
 
 
 def before(view: LayerView, row: int) -> tuple[LowRankStore | None, int]:

@@ -11,7 +11,7 @@ from kvfold.stores.lowrank.layout import Factor, landmark_code, vector_code
 
 
 def factors(name: str, pieces: Iterable[Tensor], factor: Factor, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Token factors (n, rank) of some tokens after others as buffers, the same for every layer of a window.
+    """Token factors (n, rank), turned as `Factor.turned` does, of some tokens after others as buffers, the same for every layer of a window.
 
     Parameters
     ----------
@@ -25,7 +25,7 @@ def factors(name: str, pieces: Iterable[Tensor], factor: Factor, dtype: torch.dt
     code = factor.code
     if code is None:
         return {f"{name}_factors": _joined([narrow(piece, dtype) for piece in pieces])}
-    coded = [code.encode(piece) for piece in pieces]
+    coded = [code.encode_rotated(piece) for piece in pieces]
     return {
         f"{name}_factors": torch.cat([codes for codes, _ in coded]),
         f"{name}_norms": _joined([norms for _, norms in coded]),
@@ -38,10 +38,8 @@ def _joined(pieces: list[Tensor]) -> Tensor:
     return torch.cat([piece.to(torch.bfloat16) if wide else piece for piece in pieces])
 
 
-def basis(name: str, basis: Tensor, factor: Factor, dtype: torch.dtype) -> dict[str, Tensor]:
-    """A layer's basis (kv_heads, rank, dim) as buffers."""
-    if factor.code is not None:
-        basis = factor.code.rotate(basis.transpose(1, 2)).transpose(1, 2)
+def bases(name: str, basis: Tensor, factor: Factor, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Bases (..., rank, dim), turned as `Factor.turned` does, as buffers."""
     if factor.basis_bits == 16:
         return {f"{name}_basis": narrow(basis, dtype)}
     codes, scales = vector_code(basis.shape[-1]).encode(basis)

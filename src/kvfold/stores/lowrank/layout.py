@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from torch import Tensor
+
 from kvfold.codecs.rotated import RotatedCode
 
 PARTS = ("key", "value")
@@ -37,6 +39,10 @@ class Factor:
     def code(self) -> RotatedCode | None:
         """Of token factors; None if they are 16-bit."""
         return None if self.groups[0][0] == 16 else RotatedCode(self.groups, norms="group")
+
+    def turned(self, components: Tensor) -> Tensor:
+        """Components (..., rank), or columns of a basis, turned as those that are coded are."""
+        return components if self.code is None else self.code.rotate(components)
 
 
 @dataclass(frozen=True)
