@@ -37,10 +37,8 @@ def choose(query: Tensor, rows: Rows, chosen: Tensor, scaling: float) -> None:
     assert first.landmarks is not None and first.outliers is not None
     (kv_heads, chunks, nbytes), (_, sets, selected) = first.landmarks.shape, chosen.shape
     heads, dim, count = query.shape[1], query.shape[3], len(rows)
-    most = rows.most(lambda row: 0 if row.landmarks is None else row.landmarks.shape[1])
-    banned = rows.most(lambda row: 0 if row.outliers is None else row.outliers.shape[1])
     rotation, powers = _tables(dim, query.device)
-    blocks, pitch = -(-most // BLOCK), -(-most // 16) * 16
+    blocks, pitch = -(-rows.chunks // BLOCK), -(-rows.chunks // 16) * 16
     logits = query.new_empty(count, heads, pitch, dtype=torch.float32)
     block_lse = query.new_empty(count, heads, blocks, dtype=torch.float32)
     counts = query.new_empty(count, sets, kernels.BINS, dtype=torch.int32)
@@ -49,7 +47,7 @@ def choose(query: Tensor, rows: Rows, chosen: Tensor, scaling: float) -> None:
     kernels.score[(-(-blocks // each), kv_heads, count)](
         query, first.landmarks, first.landmark_scales, rotation, first.outliers, logits, block_lse, counts, rows.table,
         chunks, pitch, blocks, each, first.outliers.shape[1], scaling, *powers, GROUP=group, ROWS=power(group), DIM=dim,
-        DIM_UP=power(dim), NBYTES=nbytes, NBYTES_UP=power(nbytes), SETS=sets, BANNED_UP=banned and power(banned),
+        DIM_UP=power(dim), NBYTES=nbytes, NBYTES_UP=power(nbytes), SETS=sets, BANNED_UP=rows.outliers and power(rows.outliers),
         ALIGN=rows.align, BLOCK=BLOCK, num_warps=8, num_stages=4,
     )  # fmt: skip
     shares = query.new_empty(count, sets, pitch, dtype=torch.int32)
@@ -57,7 +55,7 @@ def choose(query: Tensor, rows: Rows, chosen: Tensor, scaling: float) -> None:
         logits, block_lse, shares, counts, rows.table, chunks, pitch, blocks, math.log(heads // sets), HEADS=heads // sets,
         HEADS_UP=power(heads // sets), BLOCKS_UP=power(blocks), ALIGN=rows.align, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
-    kernels.choose[(-(-most // 1024), sets, count)](
+    kernels.choose[(-(-rows.chunks // 1024), sets, count)](
         shares, counts, chosen, rows.table, chunks, pitch, selected, ALIGN=rows.align, BLOCK=1024, WIDE=8192, num_warps=8
     )  # fmt: skip
 

@@ -27,8 +27,8 @@ __all__ = ["NEAR", "PIECE", "attend", "fits", "narrow", "problem"]
 MAX_HEADS = 64
 """Most query heads."""
 PIECE, CHOSEN = 1 << 13, 1 << 16
-"""Tokens in the scratch at a time: of all, about what a cache of 50 MB holds; of chosen ones, so many rows' that each kernel
-fills the GPU several times over."""
+"""Tokens in the scratch at a time: of all, about what a cache of 50 MB holds; of chosen ones, as many rows' as fill the GPU
+several times over with each kernel."""
 NEAR, BASIS, VALUES = range(3)
 """Numbers of the streams aside on which other tokens are read, and the keys' basis and values decoded."""
 
@@ -91,20 +91,17 @@ def attend(
     keys, values = rows.first.keys, rows.first.values
     kv_heads, dim, group = keys.basis.shape[0], keys.dim, heads // keys.basis.shape[0]
     sets, selected = (1, 0) if chosen is None else chosen.shape[1:]
-    tokens = rows.most(lambda row: row.tokens) if chosen is None else selected * chunk
+    tokens = rows.tokens if chosen is None else selected * chunk
     piece = piece or (PIECE if chosen is None else CHOSEN)
     length, pieces = -(-min(tokens, piece) // 16) * 16, -(-tokens // piece)
     # As many rows at a time as fit, about as many each time.
-    together = -(-len(rows) // -(-len(rows) // max(1, piece // length)))
+    together = -(-len(rows) // -(-len(rows) // max(1, piece // (sets * length))))
     with aside(device, BASIS):
         basis, basis_scale, pitch = _key_basis(rows)
     at = [query] * 5 if turns is None else [turns.partner, *turns[2:6]]
     outliers = rows.first.outliers
-    banned = rows.most(lambda row: 0 if row.outliers is None else row.outliers.shape[1])
-    banned_up = 0 if outliers is None or not banned else power(banned)
-    rank = rows.most(lambda row: row.values.rank)
-    width = min(128, power(rank))
-    blocks = -(-rank // width)
+    width = min(128, power(rows.ranks[1]))
+    blocks = -(-rows.ranks[1] // width)
     splits = -(-2 * programs(device) // (together * sets * blocks))
     each = max(64, -(-length // splits // 64) * 64)
     splits = -(-length // each)
@@ -131,10 +128,11 @@ def attend(
                 query if chosen is None else chosen, query if outliers is None else outliers, logits, rows.table, begin,
                 length, count, first, rows.first.start, keys.rank, pitch, selected,
                 0 if outliers is None else outliers.shape[1], scaling, 1.0 if turns is None else turns.scale, softcap or 0.0,
-                GROUP=group, ROWS=power(group), DIM=dim, DIM_UP=power(dim), CHUNK=chunk, SETS=sets, BANNED_UP=banned_up,
-                FINE=FINE, GATHERED=chosen is not None, SCALED=keys.code is not None, BASIS_SCALED=keys.scales is not None,
-                MEANS=keys.mean is not None, TURNED=turns is not None, CAPPED=softcap is not None, THERE=key_there,
-                ALIGN=rows.align, BLOCK=tile, STEP=64, num_warps=8, num_stages=4,
+                GROUP=group, ROWS=power(group), DIM=dim, DIM_UP=power(dim), CHUNK=chunk, SETS=sets,
+                BANNED_UP=rows.outliers and power(rows.outliers), FINE=FINE, GATHERED=chosen is not None,
+                SCALED=keys.code is not None, BASIS_SCALED=keys.scales is not None, MEANS=keys.mean is not None,
+                TURNED=turns is not None, CAPPED=softcap is not None, THERE=key_there, ALIGN=rows.align, BLOCK=tile, STEP=64,
+                num_warps=8, num_stages=4,
             )  # fmt: skip
             joined(device, VALUES)
             kernels.mix[(splits, blocks, sets * some)](
@@ -169,12 +167,11 @@ class _Scratch:
         self.sides = rows.first.keys, rows.first.values
         # 16-bit factors that are read in order are read where they lie.
         self.there = [chosen is None and side.code is None for side in self.sides]
-        self.most = [max((row.keys, row.values)[part].padded for row in rows.rows) for part in range(2)]
         self.numbers = [
             side.factors
             if there
             else side.factors.new_empty(together * sets, length, most, dtype=side.scratch)
-            for side, there, most in zip(self.sides, self.there, self.most, strict=True)
+            for side, there, most in zip(self.sides, self.there, rows.padded, strict=True)
         ]
         self.scales = rows.first.keys.factors.new_empty(2, together * sets, length, dtype=torch.float32)
 
@@ -185,19 +182,17 @@ class _Scratch:
         side, numbers, scales, chosen = self.sides[part], self.numbers[part], self.scales[part], self.chosen
         if self.there[part]:
             return numbers, numbers, 0, True
-        of, levels, norms, groups = numbers, numbers, numbers, 8
-        each = [(row.keys, row.values)[part] for row in self.rows.rows]
+        of, levels, norms = numbers, numbers, numbers
         if side.code is not None and side.norms is not None:
             of, levels, norms = *tiles(side.code, numbers.device), side.norms
-            groups = power(max(len(one.code.groups) for one in each if one.code is not None), 8)
-        _kernels().unpack[(-(-count // 32), max(one.parts for one in each), self.sets * some)](
+        _kernels().unpack[(-(-count // 32), self.rows.parts[part], self.sets * some)](
             side.factors, norms, of, levels, numbers, scales, self.rows.table, _kernels().SIDES[part], begin, self.sets,
-            side.rank, side.factors.shape[1], norms.shape[-1], self.most[part], numbers if chosen is None else chosen,
+            side.rank, side.factors.shape[1], norms.shape[-1], self.rows.padded[part], numbers if chosen is None else chosen,
             self.length, count, first, 0 if chosen is None else chosen.shape[2], CODED=side.code is not None,
-            EIGHTS=side.eights, GROUPS_UP=groups, CHUNK=self.chunk, GATHERED=chosen is not None, ALIGN=self.rows.align,
+            EIGHTS=side.eights, GROUPS_UP=power(self.rows.groups[part], 8), CHUNK=self.chunk, GATHERED=chosen is not None, ALIGN=self.rows.align,
             BLOCK=32, STEP=COLUMNS, num_warps=8,
         )  # fmt: skip
-        return numbers, scales, self.most[part], False
+        return numbers, scales, self.rows.padded[part], False
 
 
 def _key_basis(rows: Rows) -> tuple[Tensor, Tensor, int]:
@@ -208,7 +203,7 @@ def _key_basis(rows: Rows) -> tuple[Tensor, Tensor, int]:
     keys = rows.first.keys
     if keys.scales is None:
         return keys.basis, keys.basis, 0
-    most, (kv_heads, _, dim) = rows.most(lambda row: row.keys.rank), keys.basis.shape
+    most, (kv_heads, _, dim) = rows.ranks[0], keys.basis.shape
     basis = torch.empty(len(rows), kv_heads, most, dim, dtype=torch.float16, device=keys.basis.device)
     factor = torch.empty(len(rows), kv_heads, dtype=torch.float32, device=keys.basis.device)
     _kernels().unpack_basis[(-(-most // 64), kv_heads, len(rows))](

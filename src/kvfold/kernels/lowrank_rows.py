@@ -8,7 +8,7 @@ launches are given everything.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -141,6 +141,10 @@ class Rows:
     table : (rows, FIELDS) int64
     align : int
         Every tensor is a multiple of so many elements from the first row's; 0: a batch of one, whose table has nothing.
+    tokens, chunks, outliers : int
+        The most of any row.
+    ranks, padded, parts, groups : (int, int)
+        The most of any row's keys and values.
     """
 
     def __init__(self, rows: Sequence[Row], batch: int):
@@ -149,6 +153,15 @@ class Rows:
         for side in (self.first.keys, self.first.values):
             if side.scales is not None:
                 rotation(side.dim, device)
+        self.tokens = max(row.tokens for row in rows)
+        self.chunks = max(0 if row.landmarks is None else row.landmarks.shape[1] for row in rows)
+        self.outliers = max(0 if row.outliers is None else row.outliers.shape[1] for row in rows)
+        sides = [row.keys for row in rows], [row.values for row in rows]
+        self.ranks, self.padded, self.parts = (
+            tuple(max(getattr(one, name) for one in side) for side in sides)
+            for name in ("rank", "padded", "parts")
+        )
+        self.groups = tuple(max(0 if x.norms is None else x.norms.shape[1] for x in side) for side in sides)
         numbers = [self._numbers(row) for row in rows]
         self.table = self.first.keys.factors
         if batch > 1:
@@ -157,10 +170,6 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self.rows)
-
-    def most(self, of: Callable[[Row], int]) -> int:
-        """The largest of a number of the rows."""
-        return max(of(row) for row in self.rows)
 
     def _numbers(self, row: Row) -> tuple[list[int], list[int]]:
         """A row of the table, and those of its numbers that say how far tensors are from the first row's."""

@@ -32,6 +32,10 @@ def serves(store: LowRankStore, query: Tensor, context: AttendContext) -> bool:
     """Whether the kernels serve: one query a head, heads as they are, nothing cropped."""
     if context.expand is not None or len(query) != store.rows or lowrank_decode.problem(query.device):
         return False
+    return _kept(store, ("serves", query.shape, query.dtype), lambda: _fits(store, query))
+
+
+def _fits(store: LowRankStore, query: Tensor) -> bool:
     return all(
         store.coded(row)[0] + store.coded(row)[1] + one.newest == store.tokens
         and (
