@@ -288,7 +288,7 @@ def logits(
     largest = power_above(tl.max(tl.abs(q), 0))
     q = (q / largest[None, :]).to(tl.float16)
     top = power_above(tl.max(tl.abs(keys), 1))
-    keys = (keys / top[:, None]).to(tl.float16)
+    keys = (keys * (1.0 / top)[:, None]).to(tl.float16)
     if TURNED:
         # A key turned forth meets a query as it does a query turned back, whose planes are two products with the key.
         other = tl.load(partner + dims, mask=wide, other=0)
@@ -297,12 +297,12 @@ def logits(
         position = token + number(table, START, start, ALIGN)
         far = (position // FINE)[:, None] * DIM + dims[None, :]
         near = (position % FINE)[:, None] * DIM + dims[None, :]
-        far_cos = tl.load(coarse_cos + far, mask=wide[None, :], other=0.0).to(tl.float32)
-        far_sin = tl.load(coarse_sin + far, mask=wide[None, :], other=0.0).to(tl.float32)
-        near_cos = tl.load(fine_cos + near, mask=wide[None, :], other=0.0).to(tl.float32)
-        near_sin = tl.load(fine_sin + near, mask=wide[None, :], other=0.0).to(tl.float32)
-        found = tl.dot(keys * (far_cos * near_cos - far_sin * near_sin).to(tl.float16), q)
-        found -= tl.dot(keys * (far_sin * near_cos + far_cos * near_sin).to(tl.float16), crossed)
+        far_cos = tl.load(coarse_cos + far, mask=wide[None, :], other=0.0).to(tl.float16)
+        far_sin = tl.load(coarse_sin + far, mask=wide[None, :], other=0.0).to(tl.float16)
+        near_cos = tl.load(fine_cos + near, mask=wide[None, :], other=0.0).to(tl.float16)
+        near_sin = tl.load(fine_sin + near, mask=wide[None, :], other=0.0).to(tl.float16)
+        found = tl.dot(keys * (far_cos * near_cos - far_sin * near_sin), q)
+        found -= tl.dot(keys * (far_sin * near_cos + far_cos * near_sin), crossed)
         found *= turn_scale
     else:
         found = tl.dot(keys, q)
