@@ -1,9 +1,11 @@
 """A long prompt distilled in pieces, beside rivals at equal bytes: needles, KL, seconds, peak memory.
 
-    python benchmarks/kvsculpt_long.py MODEL TEXT OUT.json [--tokens 32000] [--keep .1] [--chunk 4096] [--seconds 90]
+    python benchmarks/kvsculpt_long.py MODEL TEXT OUT.json [--tokens 32000] [--keep .1] [--chunk 4096]
+        [--sampled 2048] [--forms NAME...] [--seconds 90]
 
 One document with five numbers in it; it is read and folded before the questions, which each method is asked from the same
-fold. KL(full || folded) is that over the text's next 128 tokens. After --seconds no further method is begun.
+fold. KL(full || folded) is that over the text's next 128 tokens. "more >> 4 bits" distils to as many more tokens as make its
+coded bytes those of --keep. After --seconds no further method is begun.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,29 @@ NEEDLES = {
     "Hanoi": "3047986",
 }
 NEXT, ANSWER = 128, 10
+MORE = 3.6
+"""Tokens coded to 4 bits, their scales counted, in the bytes of one at 16."""
+FORMS: dict[str, Callable[[argparse.Namespace], Method]] = {
+    "full": lambda args: Full(),
+    "kvsculpt": lambda args: sculpt(args),
+    "snapkv": lambda args: SnapKV(keep=args.keep),
+    "rdkv": lambda args: RDKV(keep=args.keep),
+    "fixed keys, more >> 4 bits": lambda args: sculpt(args, MORE, steps=0) >> code(args, 4),
+    "kvsculpt, more >> 4 bits": lambda args: sculpt(args, MORE) >> code(args, 4),
+    "blockgtq, 2 bits": lambda args: code(args, 2),
+    "kvsculpt >> 4 bits": lambda args: sculpt(args) >> code(args, 4),
+    "fixed keys": lambda args: sculpt(args, steps=0),
+    "attention-matching": lambda args: AttentionMatching(keep=args.keep),
+    "kvsculpt, cascade": lambda args: sculpt(args, cascade=True),
+}
+
+
+def sculpt(args: argparse.Namespace, times: float = 1, **options: Any) -> KVSculpt:
+    return KVSculpt(keep=min(times * args.keep, 1), chunk=args.chunk, sampled=args.sampled, **options)
+
+
+def code(args: argparse.Namespace, bits: int) -> BlockGTQ:
+    return BlockGTQ(bits=bits, sampled=args.sampled)
 
 
 def document(tokenizer: Any, text: str, tokens: int) -> tuple[str, str]:
@@ -67,6 +93,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32000)
     parser.add_argument("--keep", type=float, default=0.1)
     parser.add_argument("--chunk", type=int, default=4096)
+    parser.add_argument("--sampled", type=int, default=2048)
+    parser.add_argument("--forms", nargs="+", choices=list(FORMS), default=list(FORMS))
     parser.add_argument("--seconds", type=float, default=float("inf"))
     args = parser.parse_args()
     begun = time.monotonic()
@@ -83,18 +111,7 @@ def main() -> None:
         )
         for city in NEEDLES
     }
-    keep, own = args.keep, KVSculpt(keep=args.keep, chunk=args.chunk)
-    methods: dict[str, Method] = {
-        "full": Full(),
-        f"kvsculpt, chunk={args.chunk}": own,
-        "snapkv": SnapKV(keep=keep),
-        "rdkv": RDKV(keep=keep),
-        "blockgtq, 2 bits": BlockGTQ(bits=2, sampled=2048),
-        f"kvsculpt >> 4 bits, chunk={args.chunk}": own >> BlockGTQ(bits=4, sampled=2048),
-        f"fixed keys, chunk={args.chunk}": KVSculpt(keep=keep, chunk=args.chunk, steps=0),
-        "attention-matching": AttentionMatching(keep=keep),
-        f"kvsculpt, cascade, chunk={args.chunk}": KVSculpt(keep=keep, chunk=args.chunk, cascade=True),
-    }
+    methods = {name: FORMS[name](args) for name in ("full", *args.forms)}
     exact = Prefill(model, prompt, list(methods.values()))
     print(f"{prompt.shape[1]} tokens, read {time.monotonic() - begun:.1f} s after the start", flush=True)
     rows: list[dict[str, Any]] = []
@@ -128,6 +145,7 @@ def main() -> None:
         )
         print({key: value for key, value in rows[-1].items() if key != "answers"}, flush=True)
         about = {"model": Path(args.model).name, "dtype": str(model.dtype), "tokens": prompt.shape[1]}
+        about |= {"keep": args.keep, "chunk": args.chunk, "sampled": args.sampled}
         about |= {"hardware": hardware(model.device.type), **versions(), "needles": len(NEEDLES)}
         args.out.write_text(json.dumps(about | {"rows": rows}, indent=1), encoding="utf-8")
 

@@ -13,6 +13,7 @@ from kvfold.kernels.reference import Part, merge, soft_cap, softmax_part
 from kvfold.methods.base import LayerView
 from kvfold.methods.distil import Questions
 from kvfold.methods.queries import Training
+from kvfold.methods.scores import smooth
 from kvfold.stores.base import Kept
 
 
@@ -153,6 +154,10 @@ class Problem:
         weights, rest = full.apart(standing.now, piece.tokens)
         # Squared errors count, so squared attention does.
         scores = weights.square_().sum(0)
+        if full.every > 1:
+            # What comes after a token is mostly asked for by that token's query: where that was not taken, a neighbour's tells.
+            all_there = torch.ones((), dtype=torch.bool, device=scores.device).expand(1, 1, len(scores))
+            scores = smooth(scores[None, None], all_there, full.every // 2 * 2 + 1)[0, 0]
         chosen = scores.topk(count).indices.sort().values + piece.tokens.start
         keys, values = full.keys[chosen], full.values[chosen]
         start = keys if pilot is None else pilot.moved(chosen, keys)

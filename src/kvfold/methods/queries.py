@@ -43,6 +43,8 @@ class Training:
     softcap : float or None
     window : int
         Newest tokens, of which some queries may not see all.
+    every : int
+        Prompt tokens of which one was asked for its query.
     """
 
     queries: Tensor
@@ -56,6 +58,7 @@ class Training:
     scaling: float
     softcap: float | None
     window: int
+    every: int = 1
 
     def logits(self, tokens: slice | Tensor) -> Tensor:
         """Logits (queries, n) of some tokens: scaled, capped, -inf where the query may not look."""
@@ -176,6 +179,7 @@ def training(
         view.scaling,
         view.softcap,
         count,
+        round(view.tokens / len(view.sampled_index)) if source in ("reread", "future") else 1,
     )
 
 
