@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvfold.codecs.packing import packed_bytes
 
@@ -87,25 +88,18 @@ def fill(
     ----------
     Cover and Thomas, Elements of Information Theory, section 10.3.3.
     """
-    choices = torch.tensor([0, *sorted(widths)])
-    error = torch.tensor([1.0, *(ERROR[width] for width in sorted(widths))])
-    tiles = [_tiles(part.energy, tile).cpu() for part in parts]
+    choices = np.array([0, *sorted(widths)])
+    error = np.array([1.0, *(ERROR[width] for width in sorted(widths))], dtype=np.float32)
+    lost = [_tiles(part.energy, tile)[:, None] * error for part in parts]
+    costs = [tile * (tokens * choices / 8 + (choices > 0) * part.basis_bytes) for part in parts]
 
     def groups_at(price: float) -> list[Groups]:
-        return [
-            _groups(
-                choices[
-                    (
-                        energy[:, None] * error
-                        + price * tile * (tokens * choices / 8 + (choices > 0) * part.basis_bytes)
-                    ).argmin(1)
-                ].tolist(),
-                len(part.energy),
-                tile,
-                int(choices[1]),
-            )
-            for part, energy in zip(parts, tiles, strict=True)
-        ]
+        result = []
+        for part, loss, cost in zip(parts, lost, costs, strict=True):
+            chosen = np.bincount((loss + price * cost).argmin(1), minlength=len(choices))
+            counts = dict(zip(choices.tolist(), chosen.tolist(), strict=True))
+            result.append(_groups(counts, len(part.energy), tile))
+        return result
 
     def nbytes(groups: Sequence[Groups]) -> int:
         return sum(part.nbytes(one, tokens) for part, one in zip(parts, groups, strict=True))
@@ -118,15 +112,17 @@ def fill(
     return found if nbytes(found) <= budget else None
 
 
-def _tiles(energy: Tensor, tile: int) -> Tensor:
-    return torch.nn.functional.pad(energy, (0, -len(energy) % tile)).view(-1, tile).sum(1)
+def _tiles(energy: Tensor, tile: int) -> NDArray[np.float32]:
+    sums: NDArray[np.float32] = (
+        pad(energy, (0, -len(energy) % tile)).view(-1, tile).sum(1).float().cpu().numpy()
+    )
+    return sums
 
 
-def _groups(widths: list[int], components: int, tile: int, least: int) -> Groups:
-    """Runs of equal widths, from the widest on."""
-    widths = sorted(widths, reverse=True)
-    widths[0] = max(widths[0], least)
-    runs = [(width, len(list(same)) * tile) for width, same in groupby(widths) if width]
+def _groups(tiles: dict[int, int], components: int, tile: int) -> Groups:
+    """Runs of equal widths, from the widest on, of so many tiles of each width, of which 0 is one."""
+    bought = sorted(((width, count) for width, count in tiles.items() if width and count), reverse=True)
+    runs = [(width, count * tile) for width, count in bought] or [(min(filter(None, tiles)), tile)]
     excess = max(sum(count for _, count in runs) - components, 0)
     runs[-1] = runs[-1][0], runs[-1][1] - excess
     if runs[-1][1] < 2 and len(runs) > 1:
