@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from kvfold.kernels.wide_encode import encode
 from kvfold.stores.lowrank.layout import Factor, landmark_code, vector_code
 
 
@@ -25,7 +26,7 @@ def factors(name: str, pieces: Iterable[Tensor], factor: Factor, dtype: torch.dt
     code = factor.code
     if code is None:
         return {f"{name}_factors": _joined([narrow(piece, dtype) for piece in pieces])}
-    coded = [code.encode_rotated(piece) for piece in pieces]
+    coded = [encode(piece, code) for piece in pieces]
     return {
         f"{name}_factors": torch.cat([codes for codes, _ in coded]),
         f"{name}_norms": _joined([norms for _, norms in coded]),
@@ -42,13 +43,15 @@ def bases(name: str, basis: Tensor, factor: Factor, dtype: torch.dtype) -> dict[
     """Bases (..., rank, dim), turned as `Factor.turned` does, as buffers."""
     if factor.basis_bits == 16:
         return {f"{name}_basis": narrow(basis, dtype)}
-    codes, scales = vector_code(basis.shape[-1]).encode(basis)
+    code = vector_code(basis.shape[-1])
+    codes, scales = encode(code.rotate(basis), code)
     return {f"{name}_basis": codes, f"{name}_scales": scales}
 
 
 def landmarks(marks: Tensor) -> dict[str, Tensor]:
     """Mean keys (kv_heads, chunks, key_dim) after RoPE as buffers."""
-    codes, scales = landmark_code(marks.shape[-1]).encode(marks)
+    code = landmark_code(marks.shape[-1])
+    codes, scales = encode(code.rotate(marks), code)
     return {"landmarks": codes, "landmark_scales": scales}
 
 
