@@ -42,13 +42,14 @@ def choose(query: Tensor, rows: Rows, chosen: Tensor, scaling: float) -> None:
     logits = query.new_empty(count, heads, pitch, dtype=torch.float32)
     block_lse = query.new_empty(count, heads, blocks, dtype=torch.float32)
     counts = query.new_empty(count, sets, kernels.BINS, dtype=torch.int32)
+    # Two programs a multiprocessor, if of 128 registers.
     each = _each(blocks, kv_heads * count, 2 * programs(query.device))
     group = heads // kv_heads
     kernels.score[(-(-blocks // each), kv_heads, count)](
         query, first.landmarks, first.landmark_scales, rotation, first.outliers, logits, block_lse, counts, rows.table,
         chunks, pitch, blocks, each, first.outliers.shape[1], scaling, *powers, GROUP=group, ROWS=power(group), DIM=dim,
         DIM_UP=power(dim), NBYTES=nbytes, NBYTES_UP=power(nbytes), SETS=sets, BANNED_UP=rows.outliers and power(rows.outliers),
-        ALIGN=rows.align, BLOCK=BLOCK, num_warps=8, num_stages=4,
+        ALIGN=rows.align, BLOCK=BLOCK, num_warps=8, num_stages=4, maxnreg=128,
     )  # fmt: skip
     shares = query.new_empty(count, sets, pitch, dtype=torch.int32)
     kernels.share[(blocks, sets, count)](

@@ -57,7 +57,10 @@ def _bits(codes, component, count, mask, WIDTH: tl.constexpr):
 
 @triton.jit
 def _put(code, levels, rows, component, factor, mask):
-    x = tl.load(levels + code, mask=mask, other=0.0) * factor[:, None]
+    # A hint that is not so and does no harm, as what is not aligned is read one by one: without it Triton 3.6 spreads a tile over
+    # threads otherwise here than in stores, and every number passes through shared memory.
+    level = tl.load(tl.max_contiguous(levels + code, (1, 2)), mask=mask, other=0.0)
+    x = level * factor[:, None]
     tl.store(rows + component[None, :], x.to(rows.dtype.element_ty), mask=mask)
 
 
