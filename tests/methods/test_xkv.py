@@ -297,6 +297,17 @@ def test_tokens_are_folded_some_at_a_time(monkeypatch, options):
                 assert (x - y).norm() < 0.02 * y.norm()
 
 
+def test_products_in_parts_as_on_a_gpu_lose_no_more(monkeypatch):
+    views = alike(tokens=300)
+    method = XKV(keep=0.5, solver="subspace")
+    whole = method.fold(views)
+    monkeypatch.setattr(split_products, "serves", lambda device: True)
+    monkeypatch.setattr(split_products, "multiply", lambda x, y: x.float() @ y.float())
+    parts = method.fold(views)
+    assert not torch.equal(whole[0].buffers["key_norms.0"], parts[0].buffers["key_norms.0"])
+    assert relative_error(views, parts) < 1.01 * relative_error(views, whole)
+
+
 @pytest.mark.parametrize("n, rank", [(60, 60), (60, 9)])
 def test_columns_are_made_orthonormal_however_dependent(n, rank):
     generator = torch.Generator().manual_seed(0)

@@ -159,14 +159,14 @@ class Window:
         """Some tokens' keys before RoPE, or values, of those that are to be in factors: (layers, kv_heads, n, dim) float32."""
         some = slice(self.span.start + tokens.start, self.span.start + tokens.stop)
         views = [self.views[layer] for layer in layers]
-        states = torch.stack([(view.keys, view.values)[part][self.row, :, some] for view in views])
+        states = torch.stack([(view.keys, view.values)[part][self.row, :, some] for view in views]).float()
         if part == 1 or not self.coded:
-            return states.float()
+            return states
         positions, turned, start = views[0].positions[self.row, some], [], 0
         # Layers of one rotary embedding together: it takes dozens of launches.
         for rotary, run in groupby(views, key=lambda view: view.rotary):
             own = states[start : start + len(list(run))]
-            turned.append(own.float() if rotary is None else rotary.unrotate(own, positions))
+            turned.append(own if rotary is None else rotary.unrotate(own, positions))
             start += len(own)
         return turned[0] if len(turned) == 1 else torch.cat(turned)
 
@@ -191,6 +191,7 @@ class Window:
             if not plain:
                 sums += raw.sum(2, dtype=torch.float64)
                 squares += raw.square().sum(2, dtype=torch.float64)
+            del raw  # before the next piece is made
         if self.method.centre:
             mean = narrow((weighted / self.weights.sum()).float(), self.half)
         if plain:
@@ -364,9 +365,8 @@ class Window:
             channels = len(every) * self.heads * self.dims[part]
             moments = Moments(channels, self.weights.device)
             for tokens in self._tokens():
-                states = self._some_states(part, every, tokens)
-                states *= self.weights[tokens].sqrt()[:, None]
-                moments.add(states)
+                # Nothing of a piece is left when the next one is made.
+                moments.add(self._some_states(part, every, tokens) * self.weights[tokens].sqrt()[:, None])
             self._grams[part] = gram = moments.total()
         own = self._channels(part, layers)
         return gram[own, own]
