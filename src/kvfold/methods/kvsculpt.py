@@ -64,7 +64,8 @@ class KVSculpt(SelectFit):
         What else is fitted to; see `kvfold.methods.queries.training`. "synthetic" with a `horizon` of 128 is the paper's;
         "repeat" reads the prompt a second time.
     sampled : int
-        Prompt queries used, at most, spread evenly over it.
+        Prompt queries used, at most, spread evenly over it. Of a longer prompt tokens are chosen by attention averaged over
+        neighbours, as many as lie between two of these queries.
     horizon : int
         Positions after the prompt that they are turned to.
     chunk : int, optional
