@@ -254,6 +254,14 @@ def test_subspace_iteration_finds_as_good_a_transform_as_the_leading_eigenvector
     assert fast < 1.2 * exact
 
 
+def test_subspace_iteration_serves_fewer_tokens_than_channels():
+    views = alike(layers=6, tokens=170, rank=40)
+    options = dict(keep=0.3, split=False, key_rank=12, value_rank=30)
+    exact, fast = (XKV(solver=solver, **options).fold(views) for solver in ("eigh", "subspace"))
+    assert relative_error(views, fast) < 1.02 * relative_error(views, exact)
+    assert fast[0].layout.rows[0].value.lost < 1.02 * exact[0].layout.rows[0].value.lost
+
+
 def test_the_metric_is_a_root_that_leaves_no_direction_out():
     generator = torch.Generator().manual_seed(0)
     queries = torch.randn(3, 9, 16, generator=generator) * 3.0 ** -torch.arange(16.0)

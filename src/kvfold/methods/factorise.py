@@ -21,7 +21,7 @@ from kvfold.methods.base import LayerView
 from kvfold.methods.exact_rows import exact_rows
 from kvfold.methods.fit import future_queries
 from kvfold.methods.scores import keys_for_scores
-from kvfold.methods.subspace import leading
+from kvfold.methods.subspace import leading, orthonormal
 from kvfold.stores.lowrank import Factor, LowRankRow, LowRankStore, encode
 from kvfold.stores.lowrank.encode import narrow
 
@@ -342,15 +342,17 @@ class Window:
             # Where most directions are wanted, iteration is no faster.
             if self.method.solver == "subspace" and 2 * most < len(gram):
                 energy, vectors = leading(gram, most)
+                if few:
+                    # From the smaller Gram matrix: the other side's directions, which are orthogonal for eigenvectors alone.
+                    vectors = orthonormal(states.t() @ vectors)
+                    energy = (states @ vectors).square().sum(0)
             else:
                 energy, vectors = torch.linalg.eigh(gram)
-                energy, vectors = energy.flip(0)[:rank], vectors.flip(1)[:, :rank]
-            energy = energy.clamp_min(0)
-            if few:
-                # From the smaller Gram matrix: the other side's directions, which vanish with their energy.
-                vectors = (
-                    states.t() @ vectors / energy.sqrt().clamp_min(1e-6 * float(energy.max()) ** 0.5 + 1e-30)
-                )
+                energy, vectors = energy.flip(0)[:rank].clamp_min(0), vectors.flip(1)[:, :rank]
+                if few:
+                    # They vanish with their energy.
+                    least = 1e-6 * float(energy.max()) ** 0.5 + 1e-30
+                    vectors = states.t() @ vectors / energy.sqrt().clamp_min(least)
             rest = max(float(gram.trace() - energy.sum()), 0.0)
             lacking = max(2 - len(energy), 0)
             energy, vectors = pad(energy.float(), (0, lacking)), pad(vectors.float(), (0, lacking))
