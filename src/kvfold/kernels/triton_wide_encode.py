@@ -16,7 +16,7 @@ from kvfold.kernels.wide_encode import table
 if TYPE_CHECKING:
     from kvfold.codecs.rotated import RotatedCode
 
-BLOCK, LANES = 8, 128
+BLOCK, LANES = 16, 32
 """Vectors of a program; channels, or bytes, at a time."""
 
 

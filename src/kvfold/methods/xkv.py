@@ -64,7 +64,7 @@ class XKV(Method):
     split : bool
         Factor a window in halves or layer by layer where bases of their own lose less at the same bytes.
     solver : "eigh" or "subspace"
-        Of the Gram matrix: all eigenvectors, or by subspace iteration those that the budget can pay.
+        Of the Gram matrix: all eigenvectors, or by subspace iteration, nearly, those that the budget can pay.
     sampled : int
         Queries, spread evenly over the prompt, that tell the metric.
     horizon : int
