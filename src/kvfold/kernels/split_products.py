@@ -51,7 +51,7 @@ class Moments:
             high, low = halves(x)
             # Twice high^T low is not symmetric, but its symmetric part is what is wanted.
             self._sum += multiply(high.t(), high)
-            self._sum += multiply(high.t(), low * 2)
+            self._sum.add_(multiply(high.t(), low), alpha=2)
             return
         x = x.double()
         for start in range(0, len(self._sum), PANEL):
