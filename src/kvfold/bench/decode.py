@@ -17,7 +17,8 @@ from kvfold.bench.reading import bandwidth
 from kvfold.bench.setup import FULL, Setup
 from kvfold.bench.shapes import read_bytes
 from kvfold.bench.timing import replayed
-from kvfold.engine import Engine, stream
+from kvfold.engine import Decoding, Engine, stream
+from kvfold.engine.loop import Graph
 from kvfold.errors import KvfoldError
 from kvfold.hf import CACHE_KEYWORD, FoldedCache
 from kvfold.hf.support import text_config
@@ -82,19 +83,15 @@ def step_times(model: Any, cache: FoldedCache, tokens: int, batch: int) -> dict[
     """
     ids = torch.ones(batch, tokens + 1, dtype=torch.long, device=model.device)
     reference = cache.fork()
-    decoding = stream(
-        model,
-        ids,
-        cache,
-        attention_mask=torch.ones_like(ids),  # whatever the token that pads
-        do_sample=False,
-        max_new_tokens=WARM + STEPS + REPLAYS + 4,  # a replay moves on too
-        engine=Engine(fuse=model.device.type == "cuda"),
-    )
+    decoding = _decoding(model, cache, ids, "auto")
     read = [ids[:, -1], next(decoding), next(decoding)]
     last = next(decoding)  # with a graph, the first that it made
     step = decoding.step
-    error = _error(model, reference, read, last, None if step is None else step.logits)
+    logits = None if step is None else step.logits
+    if logits is not None and _chooses(reference):
+        error = _distance(model, logits, _steps(model, reference, ids, [*read[1:], last]))
+    else:
+        error = _error(model, reference, read, last, logits)
     del reference
     for _ in range(WARM):
         next(decoding)
@@ -127,12 +124,49 @@ def _error(
         if not torch.equal(expected.argmax(-1), following):
             raise RuntimeError("decoding gave other tokens than the model's forward pass: nothing was timed")
         return 0.0
+    return _distance(model, logits, expected)
+
+
+def _distance(model: Any, logits: Tensor, expected: Tensor) -> float:
     error = float((logits.float() - expected.float()).norm() / expected.float().norm())
     if not error < TOLERANCE[model.dtype.itemsize]:
         raise RuntimeError(
             f"logits of the CUDA graph are off by {error:.1e} of their norm: nothing was timed"
         )
     return error
+
+
+def _chooses(cache: FoldedCache) -> bool:
+    """Whether what is read depends on roundings, which a graph's fused operations have others of than the model's."""
+    return any(segment.store.chooses for layer in cache.folded_layers for segment in layer.segments)
+
+
+def _steps(model: Any, cache: FoldedCache, ids: Tensor, tokens: list[Tensor]) -> Tensor:
+    """Logits of the last of the steps that a graph holds, run without one; they must choose the same tokens."""
+    decoding = _decoding(model, cache, ids, "dry")
+    for token in tokens:
+        found, step = next(decoding), decoding.step
+        if not torch.equal(found, token):
+            raise RuntimeError(
+                "the CUDA graph chose other tokens than its steps run without one: nothing was timed"
+            )
+    assert step is not None and step.logits is not None
+    logits = step.logits.clone()
+    decoding.close()
+    return logits
+
+
+def _decoding(model: Any, cache: FoldedCache, ids: Tensor, graph: Graph) -> Decoding:
+    return stream(
+        model,
+        ids,
+        cache,
+        attention_mask=torch.ones_like(ids),  # whatever the token that pads
+        do_sample=False,
+        max_new_tokens=WARM + STEPS + REPLAYS + 4,  # a replay moves on too
+        # Steps run dry are those of another decoding, whose fused operations the model has meanwhile.
+        engine=Engine(graph=graph, fuse=graph == "auto" and model.device.type == "cuda"),
+    )
 
 
 def _settle(model: Any) -> None:

@@ -114,6 +114,11 @@ class Store(ABC):
         """Batch rows held."""
         return len(self.real_tokens)
 
+    @property
+    def chooses(self) -> bool:
+        """Whether a query reads only tokens that it chose by their scores: of scores that are nearly alike, roundings decide."""
+        return False
+
     @abstractmethod
     def attend(self, query: torch.Tensor, rows: torch.Tensor | None, context: AttendContext) -> Part:
         """Attention of every query over all tokens of its row.

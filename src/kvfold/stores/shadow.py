@@ -171,6 +171,10 @@ class ShadowStore(Store):
 
     # ---- attention ----
 
+    @property
+    def chooses(self) -> bool:
+        return True
+
     def attend(self, query: Tensor, rows: Tensor | None, context: AttendContext) -> Part:
         return attend_rows(query, rows, lambda row, q: self._attend_row(row, q, context))
 

@@ -291,6 +291,10 @@ class LowRankStore(Store):
 
     # ---- selection ----
 
+    @property
+    def chooses(self) -> bool:
+        return any(self.selects(row) for row in range(self.rows))
+
     def selects(self, row: int) -> bool:
         """Whether a query reads only some of the row's chunks."""
         _, count = self.coded(row)
