@@ -315,11 +315,52 @@ def check_windows():
     assert not torch.equal(before[1], own[1])
 
 
+def check_shared_decoding():
+    """A window's first layer decodes chosen chunks for all; nothing is left of it after the last, nor taken from another step."""
+    rows = [dict(SPARSE, choice="window")] * 2
+    stores, one = fold(rows, (3, 0), dict(tokens=90))
+    stores = [store.to(DEVICE) for store in stores]
+    rotary = SharedTurn()
+    context = AttendContext(one.scaling, rotary=rotary)
+    states = [
+        torch.randn(2, stores[0].kv_heads, 9, dim).half() for dim in (stores[0].key_dim, stores[0].value_dim)
+    ]
+    tail = Exact(*states)
+    moved = Exact(*(x.to(DEVICE) for x in states))
+    counted, fill = [], lowrank_decode._Scratch.fill
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            lowrank_decode._Scratch, "fill", lambda self, *a: (counted.append(self.filled), fill(self, *a))[1]
+        )
+        for step in range(2):
+            for layer, store in enumerate(stores):
+                query = torch.randn(2, one.sampled.shape[1], 1, store.key_dim).half() * 2
+                output, _ = decode.attend(store, query.to(DEVICE), context, moved)
+                made = rotary.shared(("chunks", store.buffers["key_factors.0"].data_ptr(), 0, None), dict)[
+                    "last"
+                ]
+                for row in range(2):
+                    want, _ = expected(store, row, query, context, made[row].cpu().long(), tail, None)
+                    error = (output[row, :, 0].cpu() - want).norm() / want.norm()
+                    assert error < 3e-3, (step, layer, row, error)
+                    held = rotary.shared("decoded chunks", dict)
+                    assert bool(held) == (layer == 0)
+    assert counted == [False, False, True, True] * 2
+    # Fewer at a time than there are: each layer decodes its own.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lowrank_decode, "CHOSEN", 16)
+        for store in stores:
+            query = torch.randn(2, one.sampled.shape[1], 1, store.key_dim).half()
+            decode.attend(store, query.to(DEVICE), context, moved)
+            assert all(x is None for x in rotary.shared("decoded chunks", dict).get("rows", {}).values())
+
+
 CHECKS = {
     **{name: partial(check, (name,)) for name in CASES},
     "unpacking": check_unpacking,
     "choice": check_choice,
     "windows": check_windows,
+    "shared decoding": check_shared_decoding,
 }
 
 

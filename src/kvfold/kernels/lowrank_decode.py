@@ -9,6 +9,7 @@ batch, as many at a time as the scratch holds. Nothing waits for the host, so th
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -22,11 +23,14 @@ from kvfold.kernels.position_bias import FINE, Turns
 from kvfold.kernels.reference import Part
 from kvfold.kernels.streams import aside, joined
 
-__all__ = ["NEAR", "PIECE", "attend", "fits", "narrow", "problem"]
+__all__ = ["NEAR", "PIECE", "Decoded", "attend", "fits", "narrow", "problem"]
+
+Decoded = tuple[Tensor, Tensor, Tensor]
+"""Of chosen chunks: numbers of keys and of values (rows * sets, tokens, rank), and factors on them (2, rows * sets, tokens)."""
 
 MAX_HEADS = 64
 """Most query heads."""
-PIECE, CHOSEN = 1 << 13, 1 << 16
+PIECE, CHOSEN = 1 << 13, 1 << 17
 """Tokens in the scratch at a time: of all, about what a cache of 50 MB holds; of chosen ones, as many rows' as fill the GPU
 several times over with each kernel."""
 NEAR, BASIS, VALUES = range(3)
@@ -64,7 +68,8 @@ def attend(
     chosen: Tensor | None = None,
     chunk: int = 1,
     piece: int | None = None,
-) -> None:
+    decoded: Decoded | None = None,
+) -> Decoded | None:
     """Attention of one query a head over all tokens in factors, or over chosen chunks, and over others beside them.
 
     Parameters
@@ -86,6 +91,13 @@ def attend(
         Tokens in one.
     piece : int, optional
         Tokens decoded at a time, a multiple of 128: `PIECE`, or `CHOSEN` of chosen chunks.
+    decoded : Decoded, optional
+        What another layer with the same factors returned for the same rows and chunks.
+
+    Returns
+    -------
+    Decoded or None
+        Of chosen chunks, where all were decoded at once.
     """
     kernels, heads, device = _kernels(), query.shape[1], query.device
     keys, values = rows.first.keys, rows.first.values
@@ -111,12 +123,12 @@ def attend(
     logits = query.new_empty(together, heads, length, dtype=torch.float32)
     # Keys of a tile are in registers.
     tile = 128 if dim <= 128 else 64
-    scratch = _Scratch(rows, sets, together, length, chosen, chunk)
+    scratch = _Scratch(rows, sets, together, length, chosen, chunk, decoded)
     for begin in range(0, len(rows), together):
         some = min(together, len(rows) - begin)
         for index in range(pieces):
             first, count = index * piece, min(piece, tokens - index * piece)
-            with aside(device, VALUES):
+            with aside(device, VALUES) if decoded is None else nullcontext():
                 value_rows, value_scales, value_stride, value_there = scratch.fill(
                     1, begin, some, first, count
                 )
@@ -134,7 +146,8 @@ def attend(
                 TURNED=turns is not None, CAPPED=softcap is not None, THERE=key_there, ALIGN=rows.align, BLOCK=tile, STEP=64,
                 num_warps=8, num_stages=4,
             )  # fmt: skip
-            joined(device, VALUES)
+            if decoded is None:
+                joined(device, VALUES)
             kernels.mix[(splits, blocks, sets * some)](
                 logits, value_rows, value_scales, value_stride, partial, partial_lse, rows.table, begin, sets, values.rank,
                 length, count, first, each, every, index * splits, blocks * width, HEADS=heads // sets,
@@ -157,16 +170,30 @@ def attend(
         SPLITS_UP=power(every), BLOCKS_UP=power(parts), NEAR_UP=power(near[1].shape[2]), CODED=coded,
         MEANS=values.mean is not None, ALIGN=rows.align, BLOCK=32, num_warps=4,
     )  # fmt: skip
+    return None if chosen is None or pieces > 1 or together < len(rows) else scratch.all
 
 
 class _Scratch:
     """Decoded token factors of one piece of some rows: rows of numbers, each beside the factor on it."""
 
-    def __init__(self, rows: Rows, sets: int, together: int, length: int, chosen: Tensor | None, chunk: int):
+    def __init__(
+        self,
+        rows: Rows,
+        sets: int,
+        together: int,
+        length: int,
+        chosen: Tensor | None,
+        chunk: int,
+        decoded: Decoded | None = None,
+    ):
         self.rows, self.sets, self.length, self.chosen, self.chunk = rows, sets, length, chosen, chunk
         self.sides = rows.first.keys, rows.first.values
         # 16-bit factors that are read in order are read where they lie.
         self.there = [chosen is None and side.code is None for side in self.sides]
+        self.filled = decoded is not None
+        if decoded is not None:
+            *self.numbers, self.scales = decoded
+            return
         self.numbers = [
             side.factors
             if there
@@ -175,6 +202,10 @@ class _Scratch:
         ]
         self.scales = rows.first.keys.factors.new_empty(2, together * sets, length, dtype=torch.float32)
 
+    @property
+    def all(self) -> Decoded:
+        return self.numbers[0], self.numbers[1], self.scales
+
     def fill(
         self, part: int, begin: int, some: int, first: int, count: int
     ) -> tuple[Tensor, Tensor, int, bool]:
@@ -182,6 +213,8 @@ class _Scratch:
         side, numbers, scales, chosen = self.sides[part], self.numbers[part], self.scales[part], self.chosen
         if self.there[part]:
             return numbers, numbers, 0, True
+        if self.filled:
+            return numbers, scales, self.rows.padded[part], False
         of, levels, norms = numbers, numbers, numbers
         if side.code is not None and side.norms is not None:
             of, levels, norms = *tiles(side.code, numbers.device), side.norms

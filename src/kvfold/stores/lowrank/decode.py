@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvfold.kernels import dense_decode, lowrank_choose, lowrank_decode, lowrank_rows
 from kvfold.kernels.dense_decode import Exact
+from kvfold.kernels.lowrank_decode import Decoded
 from kvfold.kernels.lowrank_rows import Factors, Row, Rows
 from kvfold.kernels.position_bias import Turns, turns
 from kvfold.kernels.reference import Part, merge
@@ -73,9 +74,11 @@ def attend(
         joined(query.device, lowrank_decode.NEAR)
         for into, part in zip(found, dense_decode.merged(query, near), strict=True):
             into.copy_(part)
+    decoded = _decoded(store, chosen, some, context)
     for served, reads in ((some, chosen), (tuple(row for row in coded if row not in some), None)):
         for rows in _together(store, served, reads is None):
-            lowrank_decode.attend(
+            name = tuple(row.number for row in rows.rows)
+            decoded[name] = lowrank_decode.attend(
                 query,
                 rows,
                 turned,
@@ -85,6 +88,7 @@ def attend(
                 context.softcap,
                 chosen=reads,
                 chunk=max(store.layout.chunk, 1),
+                decoded=decoded.get(name),
             )
     return found if before is None else merge([found, before])
 
@@ -109,6 +113,24 @@ def _chosen(
     if not known or all(one is known[0] for one in known):
         return (known[0] if known else None), some
     return torch.stack([(known[0] if one is None else one)[row] for row, one in enumerate(each)]), some
+
+
+def _decoded(
+    store: LowRankStore, chosen: Tensor | None, some: tuple[int, ...], context: AttendContext
+) -> dict[tuple[int, ...], Decoded | None]:
+    """What is decoded of chosen chunks, by rows: its window's first layer decodes for all, and after the last one it is gone."""
+    if chosen is None or store.layout.choice != "window" or context.rotary is None:
+        return {}
+    known: dict[str, Any] = context.rotary.shared("decoded chunks", dict)
+    if known.get("chosen") is not chosen:
+        if not all("landmarks" in store.row(row) for row in some):
+            return {}
+        known |= {"chosen": chosen, "left": max(row.layers for row in store.layout.rows), "rows": {}}
+    known["left"] -= 1
+    found: dict[tuple[int, ...], Decoded | None] = known["rows"]
+    if not known["left"]:
+        known.clear()
+    return found
 
 
 def _together(store: LowRankStore, rows: tuple[int, ...], whole: bool = False) -> list[Rows]:
