@@ -150,7 +150,7 @@ def main() -> None:
     read = reader()
     shapes = [(128, sets, warps, 0) for sets in (1, 2) for warps in warps_of(128, sets)]
     with ThreadPoolExecutor() as pool:  # nvcc once a shape, all at once
-        list(pool.map(lambda shape: kernel._library(*shape), shapes))
+        list(pool.map(lambda shape: kernel.library_of(*shape), shapes))
     sizes = [(LLAMA, 1, 131072), (LLAMA, 1, 8192), (LLAMA, 8, 32768)]
     if not options.quick:
         sizes += [(LLAMA, 1, 32768), (LLAMA, 1, 524288), (QWEN, 1, 131072), (QWEN, 4, 131072)]

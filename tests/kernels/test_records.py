@@ -14,13 +14,12 @@ from kvfold.kernels.record_plan import make_plan
 from kvfold.kernels.records import (
     Records,
     Run,
-    Turning,
     attend,
     attend_plain,
     book,
     problem,
-    turned_biases,
 )
+from kvfold.kernels.turned_biases import Turning, turned_biases
 from tests.stores.checks import SharingTurn
 
 no_kernel = problem(torch.device("cuda"))

@@ -26,10 +26,11 @@ from kvfold.kernels.position_bias import (
     turns,
 )
 from kvfold.kernels.ragged_decode import Ragged
-from kvfold.kernels.records import Records, Turning
+from kvfold.kernels.records import Records
 from kvfold.kernels.reference import Part, merge
 from kvfold.kernels.reference import attend as attend_exact
 from kvfold.kernels.streams import aside, joined
+from kvfold.kernels.turned_biases import Turning, turned_biases
 
 if TYPE_CHECKING:
     from kvfold.stores.base import Rotary
@@ -180,7 +181,7 @@ def attend(
     if turned is not None and tables is not None:
         turning = Turning(turned.circles, factors, _pairs(turned, tables), tables.fine)
         if not inside:
-            bias = records.turned_biases(turning, coded)
+            bias = turned_biases(turning, coded)
     if hidden is not None:
         if bias is None:
             bias = turned_to.new_zeros(len(hidden), group)

@@ -19,18 +19,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kvfold.codecs.fragments import TOKENS, RecordFormat, numbers, unpack
 from kvfold.kernels.cuda_library import built, no_compiler
-from kvfold.kernels.position_bias import FINE, MOST_PLANES, Circles
+from kvfold.kernels.position_bias import FINE
 from kvfold.kernels.record_plan import BOOK, MOST_GROUP, Plan, make_plan, sets_of
 from kvfold.kernels.reference import Part, softmax_part
 
+if TYPE_CHECKING:
+    from kvfold.kernels.turned_biases import Turning
+
 HEAD_DIMS = (64, 80, 96, 112, 128, 256)
-_BIAS_WARPS = 8
 
 
 @dataclass(frozen=True)
@@ -108,30 +111,6 @@ def levels_of(book: Tensor, width: int) -> Tensor:
         return torch.arange(256, device=book.device).float() - 127.5
     stored = book[_PLACES[width]].view(torch.int8).float()
     return stored - (torch.arange(16, device=book.device) >= 8).float() if width == 4 else stored
-
-
-@dataclass(frozen=True)
-class Turning:
-    """Logits of vectors that RoPE turns, for queries at the positions of tokens.
-
-    Attributes
-    ----------
-    circles : Circles
-    factors : (rows, heads, planes, 2) float32
-        `circles.factors` of the queries.
-    coarse, fine : Tensor
-        `position_bias.coarse_pairs` and `Turns.fine`.
-    """
-
-    circles: Circles
-    factors: Tensor
-    coarse: Tensor
-    fine: Tensor
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """As the operator takes them."""
-        return self.factors, self.circles.channels, self.coarse, self.fine
 
 
 class Records:
@@ -431,7 +410,7 @@ def _attend_records(
     row_heads = books.shape[0] * books.shape[1]
     group = rows * heads // row_heads
     kind = int(bias is not None) if channels is None else channels.shape[-2]
-    library = _library(dim, sets_of(group), warps, kind)
+    library = library_of(dim, sets_of(group), warps, kind)
     output, lse = torch.empty_like(query), query.new_empty(rows, heads)
     partial = query.new_empty(blocks * group * (dim + 2))
     sums = partial[blocks * group * dim :]
@@ -439,7 +418,7 @@ def _attend_records(
     def at(x: Tensor | None) -> int | None:
         return None if x is None else x.data_ptr()
 
-    given = _Problem(
+    given = Problem(
         *(at(x) for x in (query, data, books, work, bias, table)),
         *(at(x) for x in (factors, channels, coarse, fine)),
         *(at(x) for x in (partial, sums, arrived, output, lse)),
@@ -474,73 +453,9 @@ def _(
     return torch.empty_like(query), query.new_empty(query.shape[:2])
 
 
-def turned_biases(turned: Turning, records: Records) -> Tensor:
-    """Logits (places, group) float32 of turned vectors at every token's position: a bias, as `attend` takes it.
+class Problem(ctypes.Structure):
+    """The kernels' arguments, as records.cu has them."""
 
-    By a kernel where there is one, which turns at most `MOST_PLANES` planes and leaves places without a token as they are, else
-    by plain torch.
-    """
-    rows, kv_heads, planes, _ = turned.circles.channels.shape
-    group, (turns, dim, _) = turned.factors.shape[1] // kv_heads, turned.coarse.shape
-    if planes > MOST_PLANES or problem(turned.factors.device, dim, group) is not None:
-        factors = turned.factors.view(rows, kv_heads, group, planes, 2)
-        logits = turned.circles.logits(factors, turned.coarse, turned.fine, FINE * turns)
-        return records.placed(logits.transpose(2, 3))
-    runs, begins = records.begins(turns)
-    found: Tensor = torch.ops.kvfold.turned_biases(
-        *turned.tensors, records.positions, runs, begins, group, sum(records.slots)
-    )
-    return found
-
-
-@torch.library.custom_op("kvfold::turned_biases", mutates_args=(), device_types="cuda")
-def _turned_biases(
-    factors: Tensor,
-    channels: Tensor,
-    coarse: Tensor,
-    fine: Tensor,
-    positions: Tensor | None,
-    runs: Tensor,
-    begins: Tensor,
-    group: int,
-    places: int,
-) -> Tensor:
-    rows, kv_heads, planes, _ = channels.shape
-    bias = factors.new_empty(places, group)
-    turns, row_heads, least = coarse.shape[0], rows * kv_heads, 2 * _BIAS_WARPS
-    blocks = -(-8 * 132 // row_heads)
-    a_block = max(least, -(-turns // blocks // least) * least)
-    given = _Problem()
-    given.factors, given.channels, given.coarse, given.fine, given.lse = (
-        x.data_ptr() for x in (factors, channels, coarse, fine, bias)
-    )
-    given.group, given.turns, given.fine_stride = group, turns, fine.shape[1]
-    library = _library(coarse.shape[1], sets_of(group), _BIAS_WARPS, planes)
-    where = (None if positions is None else positions.data_ptr(), runs.data_ptr(), begins.data_ptr())
-    with torch.cuda.device(factors.device):
-        stream = torch.cuda.current_stream().cuda_stream
-        code = library.kvfold_turned_biases(ctypes.byref(given), *where, row_heads, a_block, stream)
-    if code:
-        raise RuntimeError(f"logits of a turned vector failed: {library.kvfold_records_error(code).decode()}")
-    return bias
-
-
-@_turned_biases.register_fake
-def _(
-    factors: Tensor,
-    channels: Tensor,
-    coarse: Tensor,
-    fine: Tensor,
-    positions: Tensor | None,
-    runs: Tensor,
-    begins: Tensor,
-    group: int,
-    places: int,
-) -> Tensor:
-    return factors.new_empty(places, group)
-
-
-class _Problem(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("query", "records", "books", "work", "bias", "table")),
         *((name, ctypes.c_void_p) for name in ("factors", "channels", "coarse", "fine")),
@@ -552,8 +467,8 @@ class _Problem(ctypes.Structure):
 
 
 @cache
-def _library(dim: int, sets: int, warps: int, bias: int) -> ctypes.CDLL:
-    """The kernel for one shape."""
+def library_of(dim: int, sets: int, warps: int, bias: int) -> ctypes.CDLL:
+    """The kernels for one shape."""
     macros = {"HEAD_DIM": dim, "SETS": sets, "WARPS": warps, "BIAS": bias}
     library = built("records.cu", macros)
     library.kvfold_records.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_void_p]
