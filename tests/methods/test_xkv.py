@@ -18,7 +18,7 @@ from kvfold.methods.subspace import leading, orthonormal
 from kvfold.stores.base import AttendContext
 from tests.methods.baselines.views import view
 from tests.stores.checks import Turn
-from tests.tiny import prompt, tiny_model
+from tests.tiny import left_pad, prompt, tiny_model
 
 KINDS = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
 PUBLISHED = dict(widths=(16,), basis_bits=16, metric="plain", centre=False, sinks=0, recent=0)
@@ -357,6 +357,37 @@ def test_a_later_turn_too_short_to_pay_stays_exact():
     assert relative_error(short, second) == 0
     with pytest.raises(BudgetError, match="raise keep"):
         method.fold(short)
+
+
+@pytest.mark.parametrize("solver", ["eigh", "subspace"])
+@pytest.mark.parametrize("keep", [0.02, 0.1])
+def test_a_later_turn_whose_outliers_alone_cost_too_much_stays_exact(solver, keep):
+    sparse = dict(sparse_budget=32, outlier_chunks=16, solver=solver)
+    first, short = XKV(keep=0.6, **sparse).fold(alike()), alike(tokens=120, seed=5)
+    later = [replace(one, previous=(s, None)) for one, s in zip(short, first, strict=True)]
+    assert relative_error(short, XKV(keep=keep, **sparse).fold(later)) == 0
+
+
+@pytest.mark.parametrize("solver", ["eigh", "subspace"])
+def test_rows_of_very_different_lengths(solver):
+    """Beside one in factors: a row too short for them, and one of one token more."""
+    model, (ids, mask) = tiny_model("llama"), left_pad(prompt(200, 3), [0, 190, 167])
+    cache = fold(model, ids, XKV(keep=0.35, solver=solver), attention_mask=mask)
+    rows = cache.folded_layers[0].segments[0].store.layout.rows
+    assert [row.sinks + row.newest for row in rows][1] == 10
+    assert [200 - row.first - row.sinks - row.newest for row in rows][1:] == [0, 33 - 2]
+
+
+@pytest.mark.parametrize("keep", [0.01, 0.1, 0.2])
+@pytest.mark.parametrize("options", [{}, dict(sparse_budget=32), dict(sparse_budget=48, chunk=7)])
+@pytest.mark.parametrize("tokens", [60, 301])
+def test_the_least_budget_that_is_told_is_enough(keep, options, tokens):
+    with pytest.raises(BudgetError, match="at least keep=") as told:
+        XKV(keep=keep / 4, **options).check(tokens, 2, 16, 16)
+    enough = float(str(told.value).split("keep=")[1].split()[0])
+    XKV(keep=enough, **options).check(tokens, 2, 16, 16)
+    with pytest.raises(BudgetError):
+        XKV(keep=enough * 0.97, **options).check(tokens, 2, 16, 16)
 
 
 def test_windows_of_a_model():

@@ -379,7 +379,8 @@ class Window:
             return available
         one = self.method.components(torch.empty(0), len(layers), self.heads, dim)
         each = self.coded * min(self.method.widths) // 8 + one.basis_bytes
-        return min(budget // max(each, 1) + 8, available)
+        # What is kept beside factors may cost more than the budget.
+        return min(max(budget, 0) // max(each, 1) + 8, available)
 
     def _block(self, plan: Plan) -> Block:
         layers, solved, groups = plan.layers, plan.solved, plan.groups

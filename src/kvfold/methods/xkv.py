@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
+from math import ceil
 from typing import Literal
 
 import torch
@@ -189,17 +190,28 @@ class XKV(Method):
                 )
         if self.budget is None:
             return
+        shape = tokens, kv_heads, key_dim, value_dim
+        full = 2 * tokens * kv_heads * (key_dim + value_dim)
+        have, least = self.budget.bytes(*shape), self._least(*shape)
+        if have >= least:
+            return
+        while have < least <= full:
+            # Of a larger budget more goes to exact tokens.
+            larger = replace(self, keep=ceil(1e4 * least / full) / 1e4, bits_per_element=None)
+            assert larger.budget is not None
+            have, least = larger.budget.bytes(*shape), larger._least(*shape)
+        what = f"the budget is smaller than two components and their bases of a {tokens}-token prompt"
+        raise BudgetError.of(what, max(have, least), full)
+
+    # ---- bytes ----
+
+    def _least(self, tokens: int, kv_heads: int, key_dim: int, value_dim: int) -> int:
+        """Bytes of one layer with two components of keys and of values."""
         sinks, newest = self.exact_tokens(tokens)
         coded = tokens - sinks - newest
         parts = [self.components(torch.ones(2), 1, kv_heads, dim) for dim in (key_dim, value_dim)]
         least = sum(part.nbytes(((min(self.widths), 2),), coded) for part in parts)
-        least += self.fixed_bytes(coded, sinks + newest, kv_heads, key_dim, value_dim, chooses=True)
-        full = 2 * tokens * kv_heads * (key_dim + value_dim)
-        if self.budget.bytes(tokens, kv_heads, key_dim, value_dim) < least:
-            what = f"the budget is smaller than two components and their bases of a {tokens}-token prompt"
-            raise BudgetError.of(what, least, full)
-
-    # ---- bytes ----
+        return least + self.fixed_bytes(coded, sinks + newest, kv_heads, key_dim, value_dim, chooses=True)
 
     def exact_tokens(self, real: int) -> tuple[int, int]:
         """Sinks and newest tokens of a row that are kept exact."""
