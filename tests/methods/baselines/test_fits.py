@@ -8,7 +8,7 @@ import torch
 from scipy.optimize import lsq_linear
 
 from kvfold.errors import BudgetError
-from kvfold.methods import AttentionMatching, SelectFit
+from kvfold.methods import AttentionMatching, KVSculpt, SelectFit
 from kvfold.methods.fit import future_queries
 from kvfold.stores.base import AttendContext
 from tests.methods.baselines.views import view
@@ -118,12 +118,21 @@ def test_a_whole_budget_keeps_everything_as_it_is(method):
     assert len(store.kept(0, 0).positions) == 60
 
 
+@pytest.mark.parametrize("method", [SelectFit, AttentionMatching, KVSculpt])
+@pytest.mark.parametrize("tokens", [100, 200, 301, 480, 7300])
+def test_the_least_budget_that_is_told_is_enough(method, tokens):
+    with pytest.raises(BudgetError, match="at least keep=") as error:
+        method(keep=0.001).check(tokens, 2, 64, 48)
+    least = float(str(error.value).split("keep=")[1].split()[0])
+    method(keep=least).check(tokens, 2, 64, 48)
+    with pytest.raises(BudgetError):
+        method(keep=least - 2e-4).check(tokens, 2, 64, 48)
+
+
 @pytest.mark.parametrize("method", [SelectFit, AttentionMatching])
 def test_bad_input(method):
-    with pytest.raises(BudgetError, match="at least keep=") as error:
-        method(keep=0.1).check(200, 2, 64, 64)
-    least = float(str(error.value).split("keep=")[1].split(",")[0])
-    method(keep=least + 1e-4).check(200, 2, 64, 64)
+    with pytest.raises(BudgetError, match="too short to be folded so"):
+        method(keep=0.5).check(37, 2, 16, 16)
     for options in ({"window": 0}, {"ridge": -1.0}, {"ridge": np.nan}, {"bound": np.nan}, {"bound": 1000.0}):
         if all(name in method.__dataclass_fields__ for name in options):
             with pytest.raises(ValueError, match=next(iter(options))):

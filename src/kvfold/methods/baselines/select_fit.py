@@ -92,11 +92,12 @@ class SelectFit(Method):
     def check(self, tokens: int, kv_heads: int, key_dim: int, value_dim: int) -> None:
         if self._count(tokens, tokens, key_dim, value_dim) <= self.shortest:
             each = WeightedStore.token_bytes(key_dim, value_dim, tokens, self.biased)
-            least = ((self.shortest + 1) * each + 4) / (2 * tokens * (key_dim + value_dim))
-            raise BudgetError(
+            what = (
                 f"the budget of a {tokens}-token prompt does not pay for more than its {self.sinks} first and"
-                f" {self.window} newest tokens, which stay exact: at least keep={least:.4f}, or a smaller window"
+                f" {self.window} newest tokens, which stay exact (fewer with a smaller window)"
             )
+            least = (self.shortest + 1) * each + 4
+            raise BudgetError.of(what, least, 2 * tokens * (key_dim + value_dim))
 
     def fold(self, views: Sequence[LayerView]) -> list[Store]:
         return [self._fold_layer(view) for view in views]
