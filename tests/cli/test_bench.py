@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+from io import StringIO
 
 import pytest
+from rich.console import Console
 
-from kvfold.cli.bench import _bytes, candidates_of
+from kvfold.cli.bench import _DECODE, _bytes, candidates_of, table
 from kvfold.errors import KvfoldError
 
 QUICK = ("--device", "cpu", "--context", "64", "--method", "blockgtq:bits=4")
@@ -110,3 +112,14 @@ def test_budgets_are_in_units_of_a_thousand():
     assert _bytes("--budget", "40GB") == 40 * 10**9 and _bytes("--budget", "1.5 MB") == 1_500_000
     with pytest.raises(KvfoldError, match="40GB"):
         _bytes("--budget", "40 GiB")
+
+
+def test_a_narrow_console_cuts_no_figure():
+    figures = dict(ms=123.4, step_ms=99.12, bytes=1_234_567_890, speedup=1.12, floor_ms=19.15, share=0.18)
+    row = dict(context=131_072, batch=8, label="xkv:sparse_budget=64,choice=window, keep 0.3", **figures)
+    console = Console(width=80, file=StringIO(), force_terminal=False)
+    console.print(table([row], _DECODE, "a model"))
+    shown = console.file.getvalue()
+    assert "…" not in shown
+    for figure in ("8 x 131,072", "123.4", "99.12", "1.23 GB", "1.12", "19.15", "18%"):
+        assert f" {figure} " in shown

@@ -400,9 +400,11 @@ def table(rows: list[dict[str, Any]], columns: _Columns, title: str) -> Table:
     shown = [(name, write) for name, write in columns if any(write(row) for row in rows)]
     found = Table(title=title, title_justify="left")
     found.add_column("tokens", justify="right", no_wrap=True)
-    found.add_column("cache", no_wrap=True)
-    for name, _ in shown:
-        found.add_column(name, justify="right")
+    found.add_column("cache", overflow="fold")
+    for name, write in shown:
+        # A narrow console breaks headings and names, never cuts a figure.
+        widest = max(len(write(row)) for row in rows)
+        found.add_column(name, justify="right", min_width=widest, overflow="fold")
     before = None
     for row in rows:
         if before is not None and before != row["context"]:
