@@ -481,15 +481,20 @@ def test_a_budget_below_the_metadata_names_the_smallest():
     assert not bridge.installed()
 
 
-def test_overflow_names_the_layer():
+@pytest.mark.parametrize(
+    "method", [RDKV(keep=0.5), XKV(keep=0.5), KVSculpt(keep=0.8)], ids=lambda method: method.name
+)
+@pytest.mark.parametrize("states", ["keys", "values", "queries"])
+def test_overflow_names_the_layer(method, states):
+    """The last one, whose states no later layer shows."""
     model = tiny_model("llama", num_hidden_layers=2)
-    weight = model.model.layers[1].self_attn.v_proj.weight
+    weight = getattr(model.model.layers[1].self_attn, f"{states[0]}_proj").weight
     saved = weight.detach().clone()
     with torch.no_grad():
         weight.fill_(torch.inf)
     try:
-        with pytest.raises(NonFiniteError, match="layer 1"):
-            fold(model, prompt(50), RDKV(keep=0.5))
+        with pytest.raises(NonFiniteError, match=f"layer 1: the {states}"):
+            fold(model, prompt(200), method)
     finally:
         with torch.no_grad():
             weight.copy_(saved)

@@ -427,14 +427,12 @@ class FoldedLayer(CacheLayerMixin):
         if max(real) <= self.cache.method.shortest:
             self.cache.note(self.layer_idx, tokens, max(real), folded=False, generated=False)
             return False
-        view = self._view(call, tokens, real)
-        view.queries = observer.queries
+        sampled = torch.cat(observer.sampled, 2) if observer.sampled else None
+        view = self._view(call, tokens, real, observer.queries, sampled)
+        view.queries, view.sampled = observer.queries, sampled
         view.mass, view.seen_by = observer.mass, observer.seen_by
         if observer.sampled:
-            view.sampled, view.sampled_index = (
-                torch.cat(observer.sampled, 2),
-                torch.cat(observer.sampled_index),
-            )
+            view.sampled_index = torch.cat(observer.sampled_index)
         self.cache.fold_layer(self, view)
         return True
 
@@ -514,16 +512,24 @@ class FoldedLayer(CacheLayerMixin):
         assert call is not None
         self._fold_prompt(call, self.tail)
 
-    def _view(self, call: AttentionCall, tokens: int, real_tokens: tuple[int, ...]) -> LayerView:
+    def _view(
+        self,
+        call: AttentionCall,
+        tokens: int,
+        real_tokens: tuple[int, ...],
+        *queries: torch.Tensor | None,
+    ) -> LayerView:
         assert self.keys is not None and self.values is not None
         keys, values = self.keys[:, :, :tokens], self.values[:, :, :tokens]
         if call.expand:
             keys, values = values, keys
+        named = [("keys", keys), ("values", values)]
+        named += [("queries", query) for query in queries if query is not None and query.numel()]
         # Extremes are NaN where anything is; several times faster on a CPU than a look at every element.
-        extremes = torch.stack([extreme for states in (keys, values) for extreme in torch.aminmax(states)])
-        finite = extremes.isfinite().tolist()  # one wait for the device
-        for name, states, found in (("keys", keys, finite[:2]), ("values", values, finite[2:])):
-            if not all(found):
+        extremes = torch.stack([torch.stack(torch.aminmax(states)).float() for _, states in named])
+        finite = extremes.isfinite().all(1).tolist()  # one wait for the device
+        for (name, states), found in zip(named, finite, strict=True):
+            if not found:
                 raise NonFiniteError(
                     f"layer {self.layer_idx}: the {name} to fold hold NaN or Inf; the model overflowed"
                     f" (try bfloat16 or float32 instead of {states.dtype})"
