@@ -465,6 +465,17 @@ def test_bad_input():
         Records(case.records.data, case.records.books, case.records.runs, torch.zeros(63, dtype=torch.int32))
     with pytest.raises(ValueError, match="bytes"):
         Records(case.records.data[:-16], case.records.books, case.records.runs)
+    pool = scattered(case)
+    for index in (0, -1):
+        for wrong in (-1, (len(pool.data) - pool.runs[0][0].layout.nbytes) // 16 + 1, 2**31 - 1):
+            table = pool.table.clone()
+            table[index] = wrong
+            with pytest.raises(ValueError, match="within the pool"):
+                Records(pool.data, pool.books, pool.runs, table=table)
+    with pytest.raises(ValueError, match="table must be"):
+        Records(pool.data, pool.books, pool.runs, table=pool.table[1:])
+    with pytest.raises(ValueError, match="table must be"):
+        Records(pool.data, pool.books, pool.runs, table=pool.table.long())
     with pytest.raises(ValueError, match="tiles"):
         other = replace(UNIFORM[0], key_widths=(1,) * 3)
         Records(case.records.data, case.records.books, [(Run(other, 700),)] * 6)

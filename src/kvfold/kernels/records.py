@@ -134,7 +134,7 @@ class Records:
     Raises
     ------
     ValueError
-        Sizes disagree.
+        Sizes disagree, or a table names what lies outside `data`.
     """
 
     def __init__(
@@ -162,6 +162,12 @@ class Records:
         count = sum(self.slots) // TOKENS
         if table is not None and (table.numel() != count or table.dtype != torch.int32):
             raise ValueError(f"a table must be {count} int32, got {table.numel()} of {table.dtype}")
+        if table is not None and count:
+            # A kernel would read whatever memory a wrong one names.
+            sizes = [run.layout.nbytes for own in self.runs for run in own for _ in range(run.records)]
+            first, last = table.min(), (16 * table.long() + torch.tensor(sizes, device=table.device)).max()
+            if int(first) < 0 or int(last) > data.numel():
+                raise ValueError(f"a table must name records within the pool of {data.numel()} bytes")
         if positions is not None and (positions.numel() != sum(self.slots) or positions.dtype != torch.int32):
             raise ValueError(
                 f"positions must be {sum(self.slots)} int32, got {positions.numel()} of {positions.dtype}"
