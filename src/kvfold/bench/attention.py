@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from kvfold.bench.fill import layer_stores, states
 from kvfold.bench.reading import floor
 from kvfold.bench.setup import FULL, Setup
-from kvfold.bench.timing import Times, copies, timed
+from kvfold.bench.timing import Times, by_kernel, copies, timed
 from kvfold.hf.support import cache_shape, text_config
 from kvfold.stores.base import AttendContext, Rotary, Store
 
@@ -40,7 +40,7 @@ def attention(setup: Setup) -> Iterator[dict[str, Any]]:
     dict
         For each context, batch and way: "label", "kind" ("baseline" or "method"), of a method the "store" that it made, "ms" as a decode loop runs it, "single_ms"
         and "graph_ms" (see `Times`), "bytes", "error" against float64, "floor_ms" of reading the bytes, "times_floor", "speedup"
-        over the best baseline; or "problem", where there is no right result to time.
+        over the best baseline, on a GPU milliseconds of its "kernels"; or "problem", where there is no right result to time.
     """
     shape, config = cache_shape(setup.config), text_config(setup.config)
     scaling = shape.key_dim**-0.5
@@ -73,6 +73,8 @@ def attention(setup: Setup) -> Iterator[dict[str, Any]]:
             else:
                 row |= _figures(timed(calls, setup.device)) | _floor(stores, setup.device)
                 row |= {"times_floor": row["ms"] / row["floor_ms"], "speedup": best / row["ms"]}
+                if setup.device.type == "cuda":
+                    row["kernels"] = by_kernel(calls[0])
             yield about | row
             del stores, calls
             release(setup.device)

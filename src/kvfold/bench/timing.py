@@ -9,6 +9,7 @@ from functools import cache
 from statistics import median
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 Call = Callable[[], object]
 ENOUGH = 300 << 20
@@ -55,6 +56,17 @@ def timed(calls: Sequence[Call], device: torch.device) -> Times:
 def copies(nbytes: int, device: torch.device) -> int:
     """How many buffers of this size exceed the L2 cache several times, 24 at most; 1 on a CPU."""
     return 1 if device.type != "cuda" else max(2, min(24, -(-ENOUGH // max(nbytes, 1))))
+
+
+def by_kernel(call: Call) -> dict[str, float]:
+    """Milliseconds of each kernel of one call on a GPU, the slowest first; those of one name together."""
+    call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        call()
+        torch.cuda.synchronize()
+    times = {event.key: event.device_time_total / 1e3 for event in found.key_averages()}
+    return dict(sorted(((name, ms) for name, ms in times.items() if ms), key=lambda each: -each[1]))
 
 
 def by_clock(calls: Sequence[Call], seconds: float = 0.5) -> float:
