@@ -385,7 +385,7 @@ def test_every_record_is_someones():
     """Work lists: each record of each head exactly once, with its format; places of partial results apart."""
     for name in ("grades", "partial", "mixed", "uneven"):
         records = Case(**CASES[name]).records
-        work = make_plan(records, 4, False, 0, 132, 227 * 1024).work
+        work = make_plan(records, 4, 0, 132, 227 * 1024).work
         assert work is not None
         found = []
         for block, own in enumerate(work.tolist()):
@@ -416,7 +416,7 @@ def test_blocks_fill_the_gpu(heads, tokens):
     data = torch.empty(0, dtype=torch.uint8).expand(0)
     records = Records.__new__(Records)
     records.data, records.dim, records.runs = data, 128, [(run,)] * heads
-    plan = make_plan(records, 4, False, 0, 132, 227 * 1024)
+    plan = make_plan(records, 4, 0, 132, 227 * 1024)
     assert 112 <= plan.blocks <= 132 and plan.work is None
     assert plan.warps * plan.stages * plan.slot_bytes <= 220 * 1024
     rounds = -(-run.records // (plan.common[2] * plan.warps))
@@ -426,7 +426,7 @@ def test_blocks_fill_the_gpu(heads, tokens):
 def test_fake():
     case = Case(**CASES["rows"])
     records = case.records
-    plan = make_plan(records, 4, False, 0, 132, 227 * 1024)
+    plan = make_plan(records, 4, 0, 132, 227 * 1024)
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
         query = mode.from_tensor(case.query)
         output, lse = torch.ops.kvfold.attend_records(

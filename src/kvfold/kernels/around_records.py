@@ -181,13 +181,13 @@ def attend(
     if turned is not None and tables is not None:
         turning = Turning(turned.circles, factors, _pairs(turned, tables), tables.fine)
         if not inside:
-            bias = turned_biases(turning, coded)
+            bias = turned_biases(turning, coded, early=True)
     if hidden is not None:
         if bias is None:
             bias = turned_to.new_zeros(len(hidden), group)
         bias.masked_fill_(hidden[:, None], -torch.inf)
     within = turning if inside else None
-    mixed, sums = records.attend(turned_to, coded, 1.0, bias, within, early=bias is None)
+    mixed, sums = records.attend(turned_to, coded, 1.0, bias, within, early=True)
     partial, partial_lse = (mixed, sums) if exact_part is None else exact_part
     joined(query.device)
     output = query.new_empty(rows, heads, queries, dim, dtype=dtype)

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,8 @@ BOOK = 32
 """Bytes of a tile's levels: 16 of width 4, 8, 4 and 2 of widths 3, 2 and 1, then the index of its group."""
 MOST_GROUP = 16
 """Query heads of a KV head."""
+BLOCK_TIME = 4.0
+"""Microseconds of a block's start and end."""
 _MOST_SPLITS, _MOST_STAGES = 128, 4
 
 
@@ -62,7 +65,6 @@ class Plan:
 def make_plan(
     records: Records,
     group: int,
-    beside: bool = False,
     planes: int = 0,
     multiprocessors: int | None = None,
     shared_bytes: int | None = None,
@@ -74,8 +76,6 @@ def make_plan(
     records : Records
     group : int
         Query heads of a KV head.
-    beside : bool
-        Whether biases are copied with the records.
     planes : int
         Of a turned vector, whose logits the kernel adds.
     multiprocessors, shared_bytes : int, optional
@@ -88,26 +88,27 @@ def make_plan(
         shared_bytes = getattr(properties, "shared_memory_per_block_optin", 227 * 1024)
     sets, tiles = sets_of(group), records.dim // 16
     largest = max((run.layout.nbytes for own in records.runs for run in own), default=16)
-    largest += beside * TOKENS * 4 * group
     slot = -(-largest // 128) * 128
     state = sets * 4 * (records.dim + 8) * 4  # what a warp leaves in its room at the end
-    counts = [[run.records for run in own] or [0] for own in records.runs]
-    best, cost = (1, 1, 1), math.inf
+    every = [(index, run.records, run.layout.nbytes) for index, own in enumerate(records.runs) for run in own]
+    heads, counts, sizes = np.array(every or [(0, 0, 16)], dtype=np.int64).T
+    best, cost = (1, 1, np.ones_like(counts)), math.inf
     for warps in warps_of(records.dim, sets):
         room = shared_bytes - 64 - warps * 32 - sets * tiles * 160 - (tiles + 1) * BOOK
         room -= planes * (264 + 32 * sets)
         stages = min(_MOST_STAGES, room // (warps * slot), max(2, -(-65536 // (warps * slot))))
         if stages < (1 if warps == 4 else 2) or warps * stages * slot < MOST_GROUP * _MOST_SPLITS * 4:
             continue
-        rounds, taken = _rounds(counts, warps, multiprocessors, largest)
+        shared, taken = _shared(heads, counts, sizes, warps, multiprocessors)
         if taken < cost:
-            best, cost = (warps, stages, rounds), taken
-    warps, stages, rounds = best
+            best, cost = (warps, stages, shared), taken
+    warps, stages, shared = best
+    blocks_of = iter(shared.tolist())
     slot = max(slot, -(-state // (128 * stages)) * 128)
     work: list[list[int]] = []
     begin = place = 0
     for head, own in enumerate(records.runs):
-        shares = [max(1, -(-run.records // (rounds * warps))) for run in own] or [1]
+        shares = [next(blocks_of) for _ in own] or [1]
         first = len(work)
         for run, blocks in zip(own or [None], shares, strict=True):
             whole = (0, 1, begin, 1, 0, 0, 1, 0, 0, 0) if run is None else _described(run, begin, place)
@@ -125,7 +126,7 @@ def make_plan(
         slot,
         tuple(work[0]),
         None if alike else torch.tensor(work, dtype=torch.int32).to(device),
-        torch.zeros(len(counts), dtype=torch.int32, device=device),
+        torch.zeros(len(records.runs), dtype=torch.int32, device=device),
     )
 
 
@@ -150,22 +151,27 @@ def warps_of(dim: int, sets: int) -> tuple[int, ...]:
     return tuple(warps for warps in (4, 6, 8, 12, 16) if warps <= most)
 
 
-def _rounds(counts: list[list[int]], warps: int, multiprocessors: int, nbytes: int) -> tuple[int, float]:
-    """Records a warp, and the microseconds that blocks of so many warps take for all (as an H200 has it, roughly).
+def _shared(
+    heads: np.ndarray, counts: np.ndarray, sizes: np.ndarray, warps: int, multiprocessors: int
+) -> tuple[np.ndarray, float]:
+    """Blocks for each run (its head, its records and their bytes), and the microseconds that all take (roughly, on an H200).
 
     A warp thinks about a record for a while, longer beside others; a multiprocessor reads 32 kB a microsecond. A block's
-    start and end take as long as a few records.
+    start and end take as long as a few records. Blocks begin as others end.
     """
-    one = max(warps * nbytes / 32e3, (0.9 + nbytes / 5600) * (0.55 + 0.45 * warps / 8))
-    best, cost, rounds = 1, math.inf, 1
+    one = np.maximum(warps * sizes / 32e3, (0.9 + sizes / 5600) * (0.55 + 0.45 * warps / 8))
+    rounds = -(-counts // warps)  # of a run, if one block reads it
+    best, cost, goal = np.ones_like(counts), math.inf, float(one.max())
     while True:
-        shares = [sum(max(1, -(-count // (rounds * warps))) for count in own) for own in counts]
-        taken = -(-sum(shares) // multiprocessors) * (rounds * one + 3)
-        if taken < cost and max(shares) <= _MOST_SPLITS:
-            best, cost = rounds, taken
-        if sum(shares) == sum(map(len, counts)) or rounds * one > cost:
+        shares = np.maximum(1, -(-rounds // np.maximum(1, (goal / one).astype(np.int64))))
+        each = -(-rounds // shares) * one + BLOCK_TIME
+        longest, blocks = float(each.max()), int(shares.sum())
+        taken = longest if blocks <= multiprocessors else float(shares @ each) / multiprocessors + longest / 2
+        if taken < cost and np.bincount(heads, shares).max() <= _MOST_SPLITS:
+            best, cost = shares, taken
+        if blocks == len(counts):
             return best, cost
-        rounds += max(1, rounds // 16)
+        goal *= 1.05
 
 
 def _signed(x: int) -> int:

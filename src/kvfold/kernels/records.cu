@@ -7,7 +7,7 @@
 //  * Every warp has a ring of records in shared memory, filled by bulk copies; no barrier of the block in the loop. Records are dealt out in turn.
 //  * The reference of the softmax moves only when a warp's sum of weights passes 10^24, far below what a float holds.
 //  * One launch: the last block of a (row, KV head) merges what the others found.
-//  * Logit biases lie in the order of the records and are copied with them, or are those of a vector that RoPE turns:
+//  * Logit biases lie in the order of the records and are asked for one record ahead, or are those of a vector that RoPE turns:
 //    S += [fine turns of the record's 64 tokens] [factors of the queries, turned back to the record's first], the latter as sums of two
 //    numbers of 16 bits.
 // Compiled for one HEAD_DIM, SETS of four query heads, WARPS a block, and no BIAS (0), one beside the records (1), or that of as many
@@ -93,6 +93,11 @@ DEVICE float4 global128(const float* p) {   // volatile: stays ahead of the bulk
 DEVICE float2 global64(const float2* p) {   // volatile: ahead of the wait for a record
   float2 v;
   asm volatile("ld.global.nc.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(p));
+  return v;
+}
+DEVICE float global32(const float* p) {   // likewise, of what is read once
+  float v;
+  asm volatile("ld.global.nc.L1::no_allocate.f32 %0, [%1];" : "=f"(v) : "l"(p));
   return v;
 }
 DEVICE void wait_for_launch_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
@@ -259,16 +264,16 @@ struct Circles {   // of one (row, KV head), in shared memory
   DEVICE void fill(const Problem& p, int head, float unit) {   // by the whole block
     const int2* channels = p.channels + (size_t)head * PLANES;
     if (threadIdx.x < PLANES) firsts[threadIdx.x] = __ldg(channels + threadIdx.x).x;
-    for (int k = threadIdx.x; k < HEADS * PLANES; k += THREADS) {
-      float2 f = {0.f, 0.f};
-      if (k < p.group * PLANES) f = __ldg(p.factors + (size_t)head * p.group * PLANES + k);
-      factors[k / PLANES][k % PLANES] = {f.x * unit, f.y * unit};
-    }
     for (int k = threadIdx.x; k < 4 * STEPS * 128; k += THREADS) {   // register r of a lane
       const int r = k & 3, lane = k >> 2 & 31, step = k / 128 % STEPS, tile = k / 128 / STEPS;
       const int2 channel = __ldg(channels + step * 8 + (r >> 1) * 4 + (lane & 3));
       const float* row = p.fine + (tile * 16 + (r & 1) * 8 + (lane >> 2)) * p.fine_stride;
       near[tile][step][lane][r] = halves(__ldg(row + channel.x), __ldg(row + channel.y));
+    }
+    wait_for_launch_before();   // which may still be writing factors
+    for (int k = threadIdx.x; k < HEADS * PLANES; k += THREADS) {
+      const float2 f = k < p.group * PLANES ? global64(p.factors + (size_t)head * p.group * PLANES + k) : float2{0.f, 0.f};
+      factors[k / PLANES][k % PLANES] = {f.x * unit, f.y * unit};
     }
   }
   // Of planes t, t + 4, ... to the first of 64 tokens.
@@ -305,23 +310,31 @@ struct Circles {   // of one (row, KV head), in shared memory
   }
 };
 
+#if WARPS == 8
 // All of them at the places of the records, for tokens that do not lie in order: p.lse is (places, group). A warp takes the positions of
 // TOGETHER coarse turns, for which fine turns are read once, and then their tokens, which lie together in each run.
 // runs: (row heads + 1,), the first run of each; begins: (runs, turns + 1), the first place whose token is that far; positions: (places,)
 // or null where a head's tokens lie in order from a whole record on.
-constexpr int TOGETHER = SETS * WARPS > 16 ? 1 : 2;   // shared memory is 48 kB
-__global__ void __launch_bounds__(THREADS) turned_biases(const Problem p, const int* positions, const int* runs, const int* begins, int turns_a_block) {
+constexpr int TOGETHER = 4 / SETS;   // shared memory is 48 kB
+constexpr int SOME_RUNS = 32 / TOGETHER, LANE_TOKENS = TOGETHER * TOKENS / 32;
+__global__ void __launch_bounds__(THREADS, 2) turned_biases(const Problem p, const int* positions, const int* runs, const int* begins, int turns_a_block) {
   __shared__ Circles circles;
-  __shared__ float found[WARPS][TOGETHER][TOKENS][HEADS];
+  __shared__ __align__(16) float found[WARPS][TOGETHER][TOKENS][HEADS];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, head = blockIdx.y;
   circles.fill(p, head, 1.f);
+  asm volatile("griddepcontrol.launch_dependents;");
   __syncthreads();
   const uint32_t near_at = address(circles.near) + lane * 16;
+  int firsts[2 * STEPS];
+#pragma unroll
+  for (int k = 0; k < 2 * STEPS; k++) firsts[k] = circles.firsts[4 * k + t];
   const int start = blockIdx.x * turns_a_block, stop = min(p.turns, start + turns_a_block), first_run = __ldg(runs + head), last_run = __ldg(runs + head + 1);
   for (int i = start + warp * TOGETHER; i < stop; i += WARPS * TOGETHER) {
     float2 turns[TOGETHER][2 * STEPS];
 #pragma unroll
-    for (int n = 0; n < TOGETHER; n++) circles.turn(turns[n], p.coarse, min(i + n, stop - 1), t);
+    for (int n = 0; n < TOGETHER; n++)
+#pragma unroll
+      for (int k = 0; k < 2 * STEPS; k++) turns[n][k] = global64(p.coarse + (size_t)min(i + n, stop - 1) * HEAD_DIM + firsts[k]);
 #pragma unroll
     for (int s = 0; s < SETS; s++) {
       uint32_t b[TOGETHER][STEPS][2];
@@ -344,21 +357,50 @@ __global__ void __launch_bounds__(THREADS) turned_biases(const Problem p, const 
       }
     }
     __syncwarp();
-    for (int run = first_run; run < last_run; run++) {
-      const int* from = begins + (size_t)run * (p.turns + 1) + i;
+    for (int run = first_run; run < last_run; run += SOME_RUNS) {
+      // A lane has the places of one turn in one run; then the tokens of all of them are dealt to lanes.
+      const int own_run = run + lane % SOME_RUNS, own_turn = i + lane / SOME_RUNS;
+      int begin = 0, count = 0;
+      if (own_run < last_run && own_turn < stop) {
+        const int* from = begins + (size_t)own_run * (p.turns + 1) + own_turn;
+        begin = __ldg(from);
+        count = __ldg(from + 1) - begin;
+      }
+      int before = count;
 #pragma unroll
-      for (int n = 0; n < TOGETHER; n++) {
-        if (i + n >= stop) break;
-        const int end = __ldg(from + n + 1), h = lane % HEADS;
-        for (int place = __ldg(from + n) + lane / HEADS; place < end; place += 32 / HEADS) {
-          const int near = (positions ? __ldg(positions + place) : place) % TOKENS;
-          if (h < p.group) p.lse[(size_t)place * p.group + h] = found[warp][n][near][h];
+      for (int o = 1; o < 32; o *= 2) {
+        const int other = __shfl_up_sync(~0u, before, o);
+        if (lane >= o) before += other;
+      }
+      const int all = __shfl_sync(~0u, before, 31);
+      before -= count;
+      for (int from = lane; from - lane < all; from += 32 * LANE_TOKENS) {
+        int place[LANE_TOKENS], turn[LANE_TOKENS], near[LANE_TOKENS];
+#pragma unroll
+        for (int k = 0; k < LANE_TOKENS; k++) {
+          const int token = from + 32 * k;
+          int owner = 0;   // the last lane with tokens that begins no later
+#pragma unroll
+          for (int o = 16; o; o /= 2) if (__shfl_sync(~0u, before, owner + o) <= token) owner += o;
+          place[k] = __shfl_sync(~0u, begin - before, owner) + token;
+          turn[k] = owner / SOME_RUNS;
+        }
+#pragma unroll
+        for (int k = 0; k < LANE_TOKENS; k++) near[k] = positions && from + 32 * k < all ? __ldg(positions + place[k]) : place[k];
+#pragma unroll
+        for (int k = 0; k < LANE_TOKENS; k++) {
+          if (from + 32 * k >= all) break;
+          const float* row = found[warp][turn[k]][near[k] % TOKENS];
+          float* to = p.lse + (size_t)place[k] * p.group;
+          if (p.group % 4 == 0) for (int h = 0; h < p.group; h += 4) *reinterpret_cast<float4*>(to + h) = *reinterpret_cast<const float4*>(row + h);
+          else for (int h = 0; h < p.group; h++) to[h] = row[h];
         }
       }
     }
     __syncwarp();
   }
 }
+#endif
 #endif
 
 // ---- the kernel ----
@@ -398,10 +440,9 @@ __global__ void __launch_bounds__(THREADS) attend(const Problem p) {
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   const uint8_t* source = p.records + ((size_t)(uint32_t)w.begin + (size_t)start * w.units) * 16;
-  const uint32_t record_bytes = w.units * 16, bias_bytes = BIAS == 1 ? TOKENS * 4 * p.group : 0;
+  const uint32_t record_bytes = w.units * 16;
   auto fetch = [&](int i, int stage) {
-    barrier_expect(barriers + 8 * stage, record_bytes + bias_bytes);
-    if (BIAS == 1) bulk_copy(ring_at + stage * p.slot_bytes + record_bytes, p.bias + ((size_t)w.place + (size_t)(start + i * step) * TOKENS) * p.group, bias_bytes, barriers + 8 * stage, policy);
+    barrier_expect(barriers + 8 * stage, record_bytes);
     const uint8_t* from = p.table ? p.records + (size_t)(uint32_t)__ldg(p.table + w.place / TOKENS + start + i * step) * 16 : source + (size_t)i * step * record_bytes;
     bulk_copy(ring_at + stage * p.slot_bytes, from, record_bytes, barriers + 8 * stage, policy);
   };
@@ -409,18 +450,13 @@ __global__ void __launch_bounds__(THREADS) attend(const Problem p) {
   const uint8_t* books = p.books + (size_t)w.head * (TILES + 1) * BOOK;
   const float4 book = threadIdx.x < (TILES + 1) * BOOK / 16 ? global128((const float*)books + threadIdx.x * 4) : float4{0, 0, 0, 0};
   const int own = lane < TILES ? __ldg(books + lane * BOOK + 30) : -1;    // the group of tile `lane`
-#if BIAS == 1
-  wait_for_launch_before();
-#endif
   if (lane < p.stages) {
     barrier_init(barriers + 8 * lane);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     if (lane < count) fetch(lane, lane);
   }
   // What a launch before this one may still be writing: queries of the heads that this warp prepares, biases, factors.
-#if BIAS != 1
   wait_for_launch_before();
-#endif
   float x[HEADS_A_WARP][PASSES][4];
 #pragma unroll
   for (int k = 0; k < HEADS_A_WARP; k++)
@@ -496,9 +532,17 @@ __global__ void __launch_bounds__(THREADS) attend(const Problem p) {
   uint32_t phase = 0;
 #if BIAS > 1
   float2 turns[2 * STEPS];
-#endif
-#if BIAS > 1
   if (count) sh.circles.turn(turns, p.coarse, start, t);
+#elif BIAS == 1
+  float bias[SETS][8];   // of the record that comes next
+  auto ask = [&](int i) {
+    const float* from = p.bias + ((size_t)w.place + (size_t)(start + i * step) * TOKENS + g) * p.group;
+#pragma unroll
+    for (int s = 0; s < SETS; s++)
+#pragma unroll
+      for (int k = 0; k < 8; k++) bias[s][k] = global32(from + 8 * k * p.group + min(s * 4 + t, p.group - 1));
+  };
+  if (count) ask(0);
 #endif
   for (int i = 0; i < count; i++) {
     barrier_wait(barriers + 8 * stage, phase);
@@ -510,6 +554,17 @@ __global__ void __launch_bounds__(THREADS) attend(const Problem p) {
 #if BIAS > 1
     sh.circles.logits(v, turns, lane);
     if (i + 1 < count) sh.circles.turn(turns, p.coarse, start + (i + 1) * step, t);
+#else
+#pragma unroll
+    for (int s = 0; s < SETS; s++)
+#pragma unroll
+      for (int k = 0; k < 8; k++)
+#if BIAS == 1
+        v[s][k / 2][k % 2] = bias[s][k] * 1.4426950408889634f;
+    if (i + 1 < count) ask(i + 1);
+#else
+        v[s][k / 2][k % 2] = 0.f;
+#endif
 #endif
     {
       int c[SETS][4][4], taken[SETS];
@@ -517,11 +572,7 @@ __global__ void __launch_bounds__(THREADS) attend(const Problem p) {
       for (int s = 0; s < SETS; s++) {
         taken[s] = 0;
 #pragma unroll
-        for (int k = 0; k < 4; k++) { c[s][k][0] = c[s][k][1] = c[s][k][2] = c[s][k][3] = 0;
-#if BIAS <= 1
-          v[s][k][0] = v[s][k][1] = 0.f;
-#endif
-        }
+        for (int k = 0; k < 4; k++) c[s][k][0] = c[s][k][1] = c[s][k][2] = c[s][k][3] = 0;
       }
       auto finish = [&](int tile) {   // a group: its norms, then none of its sums are left
         float n[4][2];
@@ -570,15 +621,6 @@ __global__ void __launch_bounds__(THREADS) attend(const Problem p) {
 #undef TILES_OF
       finish(TILES - 1);
     }
-#if BIAS == 1
-#pragma unroll
-    for (int s = 0; s < SETS; s++)
-#pragma unroll
-      for (int k = 0; k < 8; k++) {
-        const float own = __uint_as_float(shared32(base + record_bytes + ((8 * k + g) * p.group + min(s * 4 + t, p.group - 1)) * 4));
-        v[s][k / 2][k % 2] = fmaf(own, 1.4426950408889634f, v[s][k / 2][k % 2]);
-      }
-#endif
     const int from = w.first - (start + i * step) * TOKENS, to = end - (start + i * step) * TOKENS;
     if (from > 0 || to < TOKENS) {
 #pragma unroll
@@ -730,25 +772,28 @@ __global__ void __launch_bounds__(THREADS) attend(const Problem p) {
 
 extern "C" int kvfold_records_shared(int slot_bytes, int stages) { return WARPS * stages * slot_bytes + (int)sizeof(Shared); }
 
-// `early`: records may be read before the launch ahead of this one has ended.
-extern "C" int kvfold_records(const Problem* p, int blocks, int early, void* stream) {
-  const int bytes = kvfold_records_shared(p->slot_bytes, p->stages);
-  cudaError_t e = cudaFuncSetAttribute(attend, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (e != cudaSuccess) return (int)e;
+// `early`: what the launch ahead does not write (records, places, tables) may be read before it has ended.
+template <typename... Given, typename... Args> int launched(void (*kernel)(Given...), dim3 blocks, int bytes, int early, void* stream, Args... args) {
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(blocks); config.blockDim = dim3(THREADS);
+  config.gridDim = blocks; config.blockDim = dim3(THREADS);
   config.dynamicSmemBytes = bytes; config.stream = (cudaStream_t)stream;
   config.attrs = &attribute; config.numAttrs = early ? 1 : 0;
-  return (int)cudaLaunchKernelEx(&config, attend, *p);
+  return (int)cudaLaunchKernelEx(&config, kernel, args...);
 }
 
-#if BIAS > 1
-extern "C" int kvfold_turned_biases(const Problem* p, const int* positions, const int* runs, const int* begins, int row_heads, int turns_a_block, void* stream) {
-  turned_biases<<<dim3((p->turns + turns_a_block - 1) / turns_a_block, row_heads), THREADS, 0, (cudaStream_t)stream>>>(*p, positions, runs, begins, turns_a_block);
-  return (int)cudaGetLastError();
+extern "C" int kvfold_records(const Problem* p, int blocks, int early, void* stream) {
+  const int bytes = kvfold_records_shared(p->slot_bytes, p->stages);
+  cudaError_t e = cudaFuncSetAttribute(attend, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (e != cudaSuccess) return (int)e;
+  return launched(attend, dim3(blocks), bytes, early, stream, *p);
+}
+
+#if BIAS > 1 && WARPS == 8
+extern "C" int kvfold_turned_biases(const Problem* p, const int* positions, const int* runs, const int* begins, int row_heads, int turns_a_block, int early, void* stream) {
+  return launched(turned_biases, dim3((p->turns + turns_a_block - 1) / turns_a_block, row_heads), 0, early, stream, *p, positions, runs, begins, turns_a_block);
 }
 #endif
 

@@ -147,7 +147,7 @@ class Records:
     ):
         self.data, self.books, self.runs = data, books, list(runs)
         self.positions, self.table = positions, table
-        self._plans: dict[tuple[int, bool, int], Plan] = {}
+        self._plans: dict[tuple[int, int], Plan] = {}
         self._begins: dict[int, tuple[Tensor, Tensor]] = {}
         self.rows, self.kv_heads, tiles = books.shape[0], books.shape[1], books.shape[2] - 1
         self.dim = 16 * tiles
@@ -178,11 +178,11 @@ class Records:
         """Places for tokens, of each row and head: those of whole records."""
         return [TOKENS * sum(run.records for run in own) for own in self.runs]
 
-    def plan(self, group: int, beside: bool = False, planes: int = 0) -> Plan:
+    def plan(self, group: int, planes: int = 0) -> Plan:
         """How blocks share the records for so many query heads a KV head; made on the first attention."""
-        found = self._plans.get((group, beside, planes))
+        found = self._plans.get((group, planes))
         if found is None:
-            found = self._plans[group, beside, planes] = make_plan(self, group, beside, planes)
+            found = self._plans[group, planes] = make_plan(self, group, planes)
         return found
 
     def begins(self, turns: int) -> tuple[Tensor, Tensor]:
@@ -377,7 +377,7 @@ def attend(
             logits = turned.circles.logits(factors, turned.coarse, turned.fine, max(records.slots))
             bias = records.placed(logits.transpose(2, 3))
         return attend_plain(query, records, scaling, bias)
-    plan = records.plan(group, bias is not None, 0 if turned is None else turned.circles.count)
+    plan = records.plan(group, 0 if turned is None else turned.circles.count)
     output, lse = torch.ops.kvfold.attend_records(
         query.contiguous(),
         records.data,
@@ -478,14 +478,5 @@ def library_of(dim: int, sets: int, warps: int, bias: int) -> ctypes.CDLL:
     macros = {"HEAD_DIM": dim, "SETS": sets, "WARPS": warps, "BIAS": bias}
     library = built("records.cu", macros)
     library.kvfold_records.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_void_p]
-    if bias > 1:
-        where = [ctypes.c_void_p] * 3
-        library.kvfold_turned_biases.argtypes = [
-            ctypes.c_void_p,
-            *where,
-            ctypes.c_int,
-            ctypes.c_int,
-            ctypes.c_void_p,
-        ]
     library.kvfold_records_error.restype = ctypes.c_char_p
     return library

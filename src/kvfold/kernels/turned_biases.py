@@ -15,8 +15,8 @@ from kvfold.kernels.position_bias import FINE, MOST_PLANES, Circles
 from kvfold.kernels.record_plan import sets_of
 from kvfold.kernels.records import Problem, Records, library_of, problem
 
-WARPS = 8
-"""Of a block."""
+WARPS, BLOCKS, TOGETHER = 8, 2400, 4
+"""Warps of a block; blocks of a launch that has work for so many; coarse turns that a warp takes at a time, of four heads."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class Turning:
         return self.factors, self.circles.channels, self.coarse, self.fine
 
 
-def turned_biases(turned: Turning, records: Records) -> Tensor:
+def turned_biases(turned: Turning, records: Records, early: bool = False) -> Tensor:
     """Logits (places, group) float32 of turned vectors at every token's position: a bias, as `attend` takes it.
 
     By a kernel where there is one, which turns at most `MOST_PLANES` planes and leaves places without a token as they are, else
-    by plain torch.
+    by plain torch. `early`: the launch ahead on the stream writes nothing of what it reads but factors.
     """
     rows, kv_heads, planes, _ = turned.circles.channels.shape
     group, (turns, dim, _) = turned.factors.shape[1] // kv_heads, turned.coarse.shape
@@ -57,7 +57,7 @@ def turned_biases(turned: Turning, records: Records) -> Tensor:
         return records.placed(logits.transpose(2, 3))
     runs, begins = records.begins(turns)
     found: Tensor = torch.ops.kvfold.turned_biases(
-        *turned.tensors, records.positions, runs, begins, group, sum(records.slots)
+        *turned.tensors, records.positions, runs, begins, group, sum(records.slots), early
     )
     return found
 
@@ -73,11 +73,12 @@ def _turned_biases(
     begins: Tensor,
     group: int,
     places: int,
+    early: bool,
 ) -> Tensor:
     rows, kv_heads, planes, _ = channels.shape
     bias = factors.new_empty(places, group)
-    turns, row_heads, least = coarse.shape[0], rows * kv_heads, 2 * WARPS
-    blocks = -(-8 * 132 // row_heads)
+    turns, row_heads, least = coarse.shape[0], rows * kv_heads, TOGETHER // sets_of(group) * WARPS
+    blocks = -(-BLOCKS // row_heads)
     a_block = max(least, -(-turns // blocks // least) * least)
     given = Problem()
     given.factors, given.channels, given.coarse, given.fine, given.lse = (
@@ -85,10 +86,10 @@ def _turned_biases(
     )
     given.group, given.turns, given.fine_stride = group, turns, fine.shape[1]
     library = library_of(coarse.shape[1], sets_of(group), WARPS, planes)
-    where = (None if positions is None else positions.data_ptr(), runs.data_ptr(), begins.data_ptr())
+    where = [ctypes.c_void_p(None if x is None else x.data_ptr()) for x in (positions, runs, begins)]
     with torch.cuda.device(factors.device):
-        stream = torch.cuda.current_stream().cuda_stream
-        code = library.kvfold_turned_biases(ctypes.byref(given), *where, row_heads, a_block, stream)
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        code = library.kvfold_turned_biases(ctypes.byref(given), *where, row_heads, a_block, early, stream)
     if code:
         raise RuntimeError(f"logits of a turned vector failed: {library.kvfold_records_error(code).decode()}")
     return bias
@@ -105,5 +106,6 @@ def _(
     begins: Tensor,
     group: int,
     places: int,
+    early: bool,
 ) -> Tensor:
     return factors.new_empty(places, group)
