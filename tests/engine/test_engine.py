@@ -71,6 +71,23 @@ def test_every_store_and_every_block_folded(method):
     assert cache.widths() == reference.widths()
 
 
+@pytest.mark.parametrize("method", [Full(), RDKV(keep=0.5), *READ_SOME.values()])
+def test_a_step_again(method):
+    """A step run again gives its logits, and leaves the decoding as it was."""
+    model, ids = tiny_model("llama"), prompt(60)
+    whole, _ = decoded(model, ids, fold(model, ids[:, :-1], method))
+    decoding = stream(
+        model, ids, fold(model, ids[:, :-1], method), engine=DRY, do_sample=False, max_new_tokens=NEW
+    )
+    tokens = [next(decoding) for _ in range(4)]
+    assert decoding.step is not None
+    for _ in range(2):
+        assert torch.equal(decoding.step.again(tokens[-2]), decoding.step.logits)
+    assert not torch.equal(decoding.step.again(tokens[-2] + 1), decoding.step.logits)
+    decoding.step.again(tokens[-2])  # puts the key and value of what was really read back
+    assert torch.equal(decoding.run(), whole)
+
+
 @ENGINES
 @pytest.mark.parametrize(
     "options",

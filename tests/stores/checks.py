@@ -14,7 +14,7 @@ class Turn:
     scale = 1.0
 
     def _turn(self, x, positions, sign):
-        rates = 0.3 ** torch.arange(x.shape[-1] // 2, dtype=torch.float64)
+        rates = 0.3 ** torch.arange(x.shape[-1] // 2, dtype=torch.float64, device=x.device)
         angles = positions.double()[:, None] * rates * sign
         pairs = torch.view_as_complex(x.double().unflatten(-1, (-1, 2)).contiguous())
         return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2).float()

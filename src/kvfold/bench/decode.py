@@ -18,7 +18,6 @@ from kvfold.bench.setup import FULL, Setup
 from kvfold.bench.shapes import read_bytes
 from kvfold.bench.timing import replayed
 from kvfold.engine import Decoding, Engine, stream
-from kvfold.engine.loop import Graph
 from kvfold.errors import KvfoldError
 from kvfold.hf import CACHE_KEYWORD, FoldedCache
 from kvfold.hf.support import text_config
@@ -79,17 +78,18 @@ def step_times(model: Any, cache: FoldedCache, tokens: int, batch: int) -> dict[
     Raises
     ------
     RuntimeError
-        The graph's logits are not those of the same steps run one by one.
+        The graph's logits are not those of the model's forward pass or, where roundings decide what is read, of the same step
+        run without a graph.
     """
     ids = torch.ones(batch, tokens + 1, dtype=torch.long, device=model.device)
     reference = cache.fork()
-    decoding = _decoding(model, cache, ids, "auto")
+    decoding = _decoding(model, cache, ids)
     read = [ids[:, -1], next(decoding), next(decoding)]
     last = next(decoding)  # with a graph, the first that it made
     step = decoding.step
     logits = None if step is None else step.logits
-    if logits is not None and _chooses(reference):
-        error = _distance(model, logits, _steps(model, reference, ids, [*read[1:], last]))
+    if step is not None and logits is not None and _chooses(reference):
+        error = _distance(model, logits, step.again(read[-1]))
     else:
         error = _error(model, reference, read, last, logits)
     del reference
@@ -141,22 +141,7 @@ def _chooses(cache: FoldedCache) -> bool:
     return any(segment.store.chooses for layer in cache.folded_layers for segment in layer.segments)
 
 
-def _steps(model: Any, cache: FoldedCache, ids: Tensor, tokens: list[Tensor]) -> Tensor:
-    """Logits of the last of the steps that a graph holds, run without one; they must choose the same tokens."""
-    decoding = _decoding(model, cache, ids, "dry")
-    for token in tokens:
-        found, step = next(decoding), decoding.step
-        if not torch.equal(found, token):
-            raise RuntimeError(
-                "the CUDA graph chose other tokens than its steps run without one: nothing was timed"
-            )
-    assert step is not None and step.logits is not None
-    logits = step.logits.clone()
-    decoding.close()
-    return logits
-
-
-def _decoding(model: Any, cache: FoldedCache, ids: Tensor, graph: Graph) -> Decoding:
+def _decoding(model: Any, cache: FoldedCache, ids: Tensor) -> Decoding:
     return stream(
         model,
         ids,
@@ -164,8 +149,7 @@ def _decoding(model: Any, cache: FoldedCache, ids: Tensor, graph: Graph) -> Deco
         attention_mask=torch.ones_like(ids),  # whatever the token that pads
         do_sample=False,
         max_new_tokens=WARM + STEPS + REPLAYS + 4,  # a replay moves on too
-        # Steps run dry are those of another decoding, whose fused operations the model has meanwhile.
-        engine=Engine(graph=graph, fuse=graph == "auto" and model.device.type == "cuda"),
+        engine=Engine(fuse=model.device.type == "cuda"),
     )
 
 

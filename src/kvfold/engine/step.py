@@ -122,10 +122,28 @@ class FixedStep:
         if self.capture and self.graph is None and self.fixed.taken < self.fixed.room:
             self._capture()
 
-    def _run(self) -> None:
+    def _forward(self) -> Tensor:
         self.fixed.begin()
         outputs = self.model(input_ids=self.chooser.tokens, return_dict=True, **self.arguments)
-        logits = last_logits(outputs)
+        return last_logits(outputs)
+
+    def again(self, token: Tensor) -> Tensor:
+        """Logits (batch, vocabulary) float32 of the step just made, which read `token` (batch,), run without a graph.
+
+        Leaves everything as it is. Not for layers that are recurrent or evict: those have moved on.
+        """
+        chosen = self.chooser.tokens.clone()
+        for counted in (self.positions, self.fixed.step):
+            counted -= 1
+        self.chooser.tokens.copy_(token[:, None])
+        logits = self._forward()
+        self.chooser.tokens.copy_(chosen)
+        self.positions += 1
+        self.fixed.advance()
+        return logits
+
+    def _run(self) -> None:
+        logits = self._forward()
         if self.logits is None:
             self.logits = logits
         else:

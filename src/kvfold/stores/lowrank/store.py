@@ -318,18 +318,20 @@ class LowRankStore(Store):
 
     def _own_choice(self, row: int, query: Tensor) -> Tensor | None:
         """Chunks that each query (kv_heads, group, n, key_dim) reads: (kv_heads or 1, n, chunks) bool."""
-        parts = self._rows[row]
-        if "landmarks" not in parts:
+        if "landmarks" not in self._rows[row]:
             return None
+        shares = self.shares(row, query)
+        best = shares.topk(min(self.layout.selected, shares.shape[-1])).indices
+        return torch.zeros_like(shares, dtype=torch.bool).scatter_(-1, best, True)
+
+    def shares(self, row: int, query: Tensor) -> Tensor:
+        """What scaled queries (kv_heads, group, n, key_dim) give chunks of their softmax over landmarks: (kv_heads or 1, n, chunks)."""
         marks = self.landmarks(row)
         scores = query @ marks[:, None].transpose(-1, -2)
         outliers = torch.zeros(marks.shape[:2], dtype=torch.bool, device=marks.device)
-        outliers.scatter_(1, parts["outliers"].long(), True)
-        share = scores.masked_fill(outliers[:, None, None], -torch.inf).softmax(-1).sum(1)
-        if self.layout.choice != "head":
-            share = share.sum(0, keepdim=True)
-        best = share.topk(min(self.layout.selected, share.shape[-1])).indices
-        return torch.zeros_like(share, dtype=torch.bool).scatter_(-1, best, True)
+        outliers.scatter_(1, self._rows[row]["outliers"].long(), True)
+        shares = scores.masked_fill(outliers[:, None, None], -torch.inf).softmax(-1).sum(1)
+        return shares if self.layout.choice == "head" else shares.sum(0, keepdim=True)
 
     # ---- content ----
 
