@@ -418,7 +418,7 @@ def test_blocks_fill_the_gpu(heads, tokens):
     records.data, records.dim, records.runs = data, 128, [(run,)] * heads
     plan = make_plan(records, 4, 0, 132, 227 * 1024)
     assert 112 <= plan.blocks <= 132 and plan.work is None
-    assert plan.warps * plan.stages * plan.slot_bytes <= 220 * 1024
+    assert plan.warps * plan.ring_bytes <= 220 * 1024
     rounds = -(-run.records // (plan.common[2] * plan.warps))
     assert tokens * heads / 64 > 0.9 * plan.blocks * plan.warps * rounds
 

@@ -21,7 +21,9 @@ MOST_GROUP = 16
 """Query heads of a KV head."""
 BLOCK_TIME = 4.0
 """Microseconds of a block's start and end."""
-_MOST_SPLITS, _MOST_STAGES = 128, 4
+WAIT_TIME = 1.5
+"""Microseconds that a warp waits for a record, if it has no room to ask for it earlier."""
+_MOST_SPLITS, _MOST_STAGES, _IN_FLIGHT = 128, 4, 65536
 
 
 @dataclass(frozen=True)
@@ -33,10 +35,8 @@ class Plan:
     blocks : int
     warps : int
         Of a block.
-    stages : int
-        Records that a warp has room for.
-    slot_bytes : int
-        Bytes of that room for one record.
+    ring_bytes : int
+        A warp's room for records that are on their way.
     common : tuple of int
         Of the blocks, if they are alike: as a row of `work`.
     work : (blocks, 16) int32 or None
@@ -50,8 +50,7 @@ class Plan:
 
     blocks: int
     warps: int
-    stages: int
-    slot_bytes: int
+    ring_bytes: int
     common: tuple[int, ...]
     work: Tensor | None
     arrived: Tensor
@@ -59,7 +58,7 @@ class Plan:
     @property
     def numbers(self) -> list[int]:
         """What is not a tensor, as the operator takes it."""
-        return [self.blocks, self.warps, self.stages, self.slot_bytes, *self.common]
+        return [self.blocks, self.warps, self.ring_bytes, *self.common]
 
 
 def make_plan(
@@ -87,24 +86,23 @@ def make_plan(
         multiprocessors = properties.multi_processor_count
         shared_bytes = getattr(properties, "shared_memory_per_block_optin", 227 * 1024)
     sets, tiles = sets_of(group), records.dim // 16
-    largest = max((run.layout.nbytes for own in records.runs for run in own), default=16)
-    slot = -(-largest // 128) * 128
     state = sets * 4 * (records.dim + 8) * 4  # what a warp leaves in its room at the end
     every = [(index, run.records, run.layout.nbytes) for index, own in enumerate(records.runs) for run in own]
     heads, counts, sizes = np.array(every or [(0, 0, 16)], dtype=np.int64).T
-    best, cost = (1, 1, np.ones_like(counts)), math.inf
+    best, cost = (1, 0, np.ones_like(counts)), math.inf
     for warps in warps_of(records.dim, sets):
         room = shared_bytes - 64 - warps * 32 - sets * tiles * 160 - (tiles + 1) * BOOK
-        room -= planes * (264 + 32 * sets)
-        stages = min(_MOST_STAGES, room // (warps * slot), max(2, -(-65536 // (warps * slot))))
-        if stages < (1 if warps == 4 else 2) or warps * stages * slot < MOST_GROUP * _MOST_SPLITS * 4:
+        room = (room - planes * (264 + 32 * sets)) // warps // 128 * 128
+        wanted = np.minimum(_MOST_STAGES, np.maximum(2, -(-_IN_FLIGHT // (warps * sizes))))
+        ring = min(room, max(int((wanted * sizes).max()), state, -(-MOST_GROUP * _MOST_SPLITS * 4 // warps)))
+        ring = -(-ring // 128) * 128
+        if ring < max(int(sizes.max()), state):
             continue
-        shared, taken = _shared(heads, counts, sizes, warps, multiprocessors)
+        shared, taken = _shared(heads, counts, sizes, ring // sizes, warps, multiprocessors)
         if taken < cost:
-            best, cost = (warps, stages, shared), taken
-    warps, stages, shared = best
+            best, cost = (warps, ring, shared), taken
+    warps, ring, shared = best
     blocks_of = iter(shared.tolist())
-    slot = max(slot, -(-state // (128 * stages)) * 128)
     work: list[list[int]] = []
     begin = place = 0
     for head, own in enumerate(records.runs):
@@ -122,8 +120,7 @@ def make_plan(
     return Plan(
         len(work),
         warps,
-        stages,
-        slot,
+        ring,
         tuple(work[0]),
         None if alike else torch.tensor(work, dtype=torch.int32).to(device),
         torch.zeros(len(records.runs), dtype=torch.int32, device=device),
@@ -152,14 +149,21 @@ def warps_of(dim: int, sets: int) -> tuple[int, ...]:
 
 
 def _shared(
-    heads: np.ndarray, counts: np.ndarray, sizes: np.ndarray, warps: int, multiprocessors: int
+    heads: np.ndarray,
+    counts: np.ndarray,
+    sizes: np.ndarray,
+    stages: np.ndarray,
+    warps: int,
+    multiprocessors: int,
 ) -> tuple[np.ndarray, float]:
-    """Blocks for each run (its head, its records and their bytes), and the microseconds that all take (roughly, on an H200).
+    """Blocks for each run (its head, its records, their bytes, how many a warp has room for), and the microseconds that all take
+    (roughly, on an H200).
 
     A warp thinks about a record for a while, longer beside others; a multiprocessor reads 32 kB a microsecond. A block's
     start and end take as long as a few records. Blocks begin as others end.
     """
     one = np.maximum(warps * sizes / 32e3, (0.9 + sizes / 5600) * (0.55 + 0.45 * warps / 8))
+    one += WAIT_TIME * (stages < 2)
     rounds = -(-counts // warps)  # of a run, if one block reads it
     best, cost, goal = np.ones_like(counts), math.inf, float(one.max())
     while True:

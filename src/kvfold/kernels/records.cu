@@ -19,7 +19,7 @@
 #define DEVICE __device__ __forceinline__
 
 constexpr int TILES = HEAD_DIM / 16, HEADS = SETS * 4, TOKENS = 64, THREADS = WARPS * 32;
-constexpr int TILE_BYTES = TOKENS * 16 / 8, BOOK = 32, MOST_SPLITS = 128;
+constexpr int TILE_BYTES = TOKENS * 16 / 8, BOOK = 32, MOST_SPLITS = 128, MOST_STAGES = 4, IN_FLIGHT = 65536;
 constexpr int PLANES = BIAS > 1 ? BIAS : 0;
 [[maybe_unused]] constexpr int STEPS = PLANES / 8;
 constexpr int PASSES = (HEAD_DIM + 127) / 128, HEADS_A_WARP = (HEADS + WARPS - 1) / WARPS;
@@ -51,11 +51,11 @@ struct Problem {
   int* arrived;           // (row heads,), zero between launches
   float* output;          // (row heads, group, HEAD_DIM)
   float* lse;             // (row heads, group)
-  int group, slot_bytes, stages, turns, fine_stride;
+  int group, ring_bytes, turns, fine_stride;
   float scaling;          // times log2(e)
   Work common;            // where work is null
 };
-static_assert(sizeof(Problem) == 15 * 8 + 6 * 4 + 16 * 4, "Python's mirror has no padding");
+static_assert(sizeof(Problem) == 15 * 8 + 6 * 4 + 16 * 4, "as Python's mirror, which is padded to eight bytes");
 
 // ---- instructions ----
 
@@ -320,11 +320,13 @@ constexpr int SOME_RUNS = 32 / TOGETHER, LANE_TOKENS = TOGETHER * TOKENS / 32;
 __global__ void __launch_bounds__(THREADS, 2) turned_biases(const Problem p, const int* positions, const int* runs, const int* begins, int turns_a_block) {
   __shared__ Circles circles;
   __shared__ __align__(16) float found[WARPS][TOGETHER][TOKENS][HEADS];
+  __shared__ int2 spans[WARPS][32];   // of tokens that lie together: how far the first's place is from its number, and the turn
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, head = blockIdx.y;
   circles.fill(p, head, 1.f);
   asm volatile("griddepcontrol.launch_dependents;");
   __syncthreads();
   const uint32_t near_at = address(circles.near) + lane * 16;
+  const uint32_t below = (1u << lane) - 1;
   int firsts[2 * STEPS];
 #pragma unroll
   for (int k = 0; k < 2 * STEPS; k++) firsts[k] = circles.firsts[4 * k + t];
@@ -374,30 +376,32 @@ __global__ void __launch_bounds__(THREADS, 2) turned_biases(const Problem p, con
       }
       const int all = __shfl_sync(~0u, before, 31);
       before -= count;
-      for (int from = lane; from - lane < all; from += 32 * LANE_TOKENS) {
-        int place[LANE_TOKENS], turn[LANE_TOKENS], near[LANE_TOKENS];
+      const uint32_t some = __ballot_sync(~0u, count > 0);
+      if (count > 0) spans[warp][__popc(some & below)] = {begin - before, own_turn - i};
+      __syncwarp();
+      int span = -1;
+      for (int base = 0; base < all; base += 32 * LANE_TOKENS) {
+        int place[LANE_TOKENS], row[LANE_TOKENS];
 #pragma unroll
         for (int k = 0; k < LANE_TOKENS; k++) {
-          const int token = from + 32 * k;
-          int owner = 0;   // the last lane with tokens that begins no later
-#pragma unroll
-          for (int o = 16; o; o /= 2) if (__shfl_sync(~0u, before, owner + o) <= token) owner += o;
-          place[k] = __shfl_sync(~0u, begin - before, owner) + token;
-          turn[k] = owner / SOME_RUNS;
+          const int first = before - base - 32 * k, token = base + 32 * k + lane;
+          const uint32_t starts = __reduce_or_sync(~0u, count > 0 && first >= 0 && first < 32 ? 1u << first : 0);
+          const int2 own = spans[warp][max(span + __popc(starts & (below << 1 | 1)), 0)];
+          span += __popc(starts);
+          place[k] = own.x + token;
+          row[k] = own.y * TOKENS + (positions && token < all ? __ldg(positions + place[k]) : place[k]) % TOKENS;
         }
 #pragma unroll
-        for (int k = 0; k < LANE_TOKENS; k++) near[k] = positions && from + 32 * k < all ? __ldg(positions + place[k]) : place[k];
-#pragma unroll
         for (int k = 0; k < LANE_TOKENS; k++) {
-          if (from + 32 * k >= all) break;
-          const float* row = found[warp][turn[k]][near[k] % TOKENS];
+          if (base + 32 * k + lane >= all) break;
+          const float* from = found[warp][0][row[k]];
           float* to = p.lse + (size_t)place[k] * p.group;
-          if (p.group % 4 == 0) for (int h = 0; h < p.group; h += 4) *reinterpret_cast<float4*>(to + h) = *reinterpret_cast<const float4*>(row + h);
-          else for (int h = 0; h < p.group; h++) to[h] = row[h];
+          if (p.group % 4 == 0) for (int h = 0; h < p.group; h += 4) *reinterpret_cast<float4*>(to + h) = *reinterpret_cast<const float4*>(from + h);
+          else for (int h = 0; h < p.group; h++) to[h] = from[h];
         }
       }
+      __syncwarp();
     }
-    __syncwarp();
   }
 }
 #endif
@@ -406,7 +410,7 @@ __global__ void __launch_bounds__(THREADS, 2) turned_biases(const Problem p, con
 // ---- the kernel ----
 
 struct Shared {   // behind the rings
-  uint64_t barriers[WARPS][4];
+  uint64_t barriers[WARPS][MOST_STAGES];
   uint32_t query[SETS][TILES][32];   // right operand: a lane has column lane / 4 and channels 4 (lane % 4) ...
   int sums[HEADS][TILES];            // of the query's integers
   float scales[HEADS][TILES];        // of the tile's group
@@ -419,7 +423,7 @@ struct Shared {   // behind the rings
 
 __global__ void __launch_bounds__(THREADS) attend(const Problem p) {
   extern __shared__ __align__(128) uint8_t rings[];
-  Shared& sh = *reinterpret_cast<Shared*>(rings + WARPS * p.stages * p.slot_bytes);
+  Shared& sh = *reinterpret_cast<Shared*>(rings + WARPS * p.ring_bytes);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   __align__(16) Work w = p.common;
   if (p.work) {
@@ -435,22 +439,24 @@ __global__ void __launch_bounds__(THREADS) attend(const Problem p) {
   }
   const int start = warp * w.run_blocks + w.run_index, step = WARPS * w.run_blocks;
   const int count = start < w.records ? (w.records - start + step - 1) / step : 0;
-  uint8_t* ring = rings + warp * p.stages * p.slot_bytes;
+  uint8_t* ring = rings + warp * p.ring_bytes;
   const uint32_t ring_at = address(ring), barriers = address(sh.barriers[warp]);
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   const uint8_t* source = p.records + ((size_t)(uint32_t)w.begin + (size_t)start * w.units) * 16;
-  const uint32_t record_bytes = w.units * 16;
+  const int record_bytes = w.units * 16;
+  // Records of a warp on their way: two and more, of all warps about what hides the memory's latency, as far as there is room.
+  const int stages = min(min(p.ring_bytes / record_bytes, MOST_STAGES), max(2, (IN_FLIGHT + WARPS * record_bytes - 1) / (WARPS * record_bytes)));
   auto fetch = [&](int i, int stage) {
     barrier_expect(barriers + 8 * stage, record_bytes);
     const uint8_t* from = p.table ? p.records + (size_t)(uint32_t)__ldg(p.table + w.place / TOKENS + start + i * step) * 16 : source + (size_t)i * step * record_bytes;
-    bulk_copy(ring_at + stage * p.slot_bytes, from, record_bytes, barriers + 8 * stage, policy);
+    bulk_copy(ring_at + stage * record_bytes, from, record_bytes, barriers + 8 * stage, policy);
   };
 
   const uint8_t* books = p.books + (size_t)w.head * (TILES + 1) * BOOK;
   const float4 book = threadIdx.x < (TILES + 1) * BOOK / 16 ? global128((const float*)books + threadIdx.x * 4) : float4{0, 0, 0, 0};
   const int own = lane < TILES ? __ldg(books + lane * BOOK + 30) : -1;    // the group of tile `lane`
-  if (lane < p.stages) {
+  if (lane < stages) {
     barrier_init(barriers + 8 * lane);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     if (lane < count) fetch(lane, lane);
@@ -546,7 +552,7 @@ __global__ void __launch_bounds__(THREADS) attend(const Problem p) {
 #endif
   for (int i = 0; i < count; i++) {
     barrier_wait(barriers + 8 * stage, phase);
-    const uint32_t base = ring_at + stage * p.slot_bytes;
+    const uint32_t base = ring_at + stage * record_bytes;
     uint32_t meta = base, codes = base + key_codes;
 
     // ---- logits: a lane has head t of each set, tokens 16 i + 8 j + g
@@ -671,14 +677,14 @@ __global__ void __launch_bounds__(THREADS) attend(const Problem p) {
     else if (w.value_width == 8) values<8>(o, offset, codes, book_at, weights, unit, lane);
     else values<1>(o, offset, codes, book_at, weights, unit, lane);
     __syncwarp();
-    if (lane == 0 && i + p.stages < count) fetch(i + p.stages, stage);
-    if (++stage == p.stages) { stage = 0; phase ^= 1; }
+    if (lane == 0 && i + stages < count) fetch(i + stages, stage);
+    if (++stage == stages) { stage = 0; phase ^= 1; }
   }
 
   // ---- the block: every warp's state goes to its own ring, rows of ROW floats, reference and sum behind the channels
   constexpr int ROW = HEAD_DIM + 8, QUADS = HEAD_DIM / 4;
   float* rows = reinterpret_cast<float*>(ring);
-  const int ring_floats = p.stages * p.slot_bytes / 4;
+  const int ring_floats = p.ring_bytes / 4;
 #pragma unroll
   for (int s = 0; s < SETS; s++) {
     const float sum = sum_over_rows(l[s]);
@@ -770,7 +776,7 @@ __global__ void __launch_bounds__(THREADS) attend(const Problem p) {
   }
 }
 
-extern "C" int kvfold_records_shared(int slot_bytes, int stages) { return WARPS * stages * slot_bytes + (int)sizeof(Shared); }
+extern "C" int kvfold_records_shared(int ring_bytes) { return WARPS * ring_bytes + (int)sizeof(Shared); }
 
 // `early`: what the launch ahead does not write (records, places, tables) may be read before it has ended.
 template <typename... Given, typename... Args> int launched(void (*kernel)(Given...), dim3 blocks, int bytes, int early, void* stream, Args... args) {
@@ -785,7 +791,7 @@ template <typename... Given, typename... Args> int launched(void (*kernel)(Given
 }
 
 extern "C" int kvfold_records(const Problem* p, int blocks, int early, void* stream) {
-  const int bytes = kvfold_records_shared(p->slot_bytes, p->stages);
+  const int bytes = kvfold_records_shared(p->ring_bytes);
   cudaError_t e = cudaFuncSetAttribute(attend, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (e != cudaSuccess) return (int)e;
   return launched(attend, dim3(blocks), bytes, early, stream, *p);

@@ -411,7 +411,7 @@ def _attend_records(
     scaling: float,
     early: bool,
 ) -> tuple[Tensor, Tensor]:
-    blocks, warps, stages, slot_bytes, *common = plan
+    blocks, warps, ring_bytes, *common = plan
     rows, heads, dim = query.shape
     row_heads = books.shape[0] * books.shape[1]
     group = rows * heads // row_heads
@@ -428,7 +428,7 @@ def _attend_records(
         *(at(x) for x in (query, data, books, work, bias, table)),
         *(at(x) for x in (factors, channels, coarse, fine)),
         *(at(x) for x in (partial, sums, arrived, output, lse)),
-        *(group, slot_bytes, stages, 0, 0 if fine is None else fine.shape[1], scaling / math.log(2)),
+        *(group, ring_bytes, 0, 0 if fine is None else fine.shape[1], scaling / math.log(2)),
         (ctypes.c_int32 * 16)(*common),
     )
     with torch.cuda.device(query.device):
@@ -466,7 +466,7 @@ class Problem(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("query", "records", "books", "work", "bias", "table")),
         *((name, ctypes.c_void_p) for name in ("factors", "channels", "coarse", "fine")),
         *((name, ctypes.c_void_p) for name in ("partial", "partial_sums", "arrived", "output", "lse")),
-        *((name, ctypes.c_int32) for name in ("group", "slot_bytes", "stages", "turns", "fine_stride")),
+        *((name, ctypes.c_int32) for name in ("group", "ring_bytes", "turns", "fine_stride")),
         ("scaling", ctypes.c_float),
         ("common", ctypes.c_int32 * 16),
     ]
