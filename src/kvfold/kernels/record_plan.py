@@ -156,11 +156,10 @@ def _shared(
     warps: int,
     multiprocessors: int,
 ) -> tuple[np.ndarray, float]:
-    """Blocks for each run (its head, its records, their bytes, how many a warp has room for), and the microseconds that all take
-    (roughly, on an H200).
+    """Blocks for each run, and the microseconds that all take (roughly, on an H200).
 
-    A warp thinks about a record for a while, longer beside others; a multiprocessor reads 32 kB a microsecond. A block's
-    start and end take as long as a few records. Blocks begin as others end.
+    A run is told by its head, its records, their bytes, and how many a warp has room for. A warp thinks about a record for
+    a while, longer beside others; a multiprocessor reads 32 kB a microsecond. Blocks begin as others end.
     """
     one = np.maximum(warps * sizes / 32e3, (0.9 + sizes / 5600) * (0.55 + 0.45 * warps / 8))
     one += WAIT_TIME * (stages < 2)
