@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from kvfold.errors import CacheMismatchError, KvfoldError, NonFiniteError
+from kvfold.errors import CacheMismatchError
 from kvfold.hf import bridge, inputs
-from kvfold.hf.bias import key_bias_of
 from kvfold.hf.call import AttentionCall, visible_columns
 from kvfold.hf.fingerprint import Identity, identity_of
 from kvfold.hf.observe import BlockObserver, PromptObserver
+from kvfold.hf.view import view_of
 from kvfold.kernels.reference import Part, attend, merge
 from kvfold.ledger import Ledger, tensor_bytes
-from kvfold.methods.base import LayerView
 from kvfold.stores.base import AttendContext, Rotary, Store
 
 if TYPE_CHECKING:
@@ -428,7 +427,7 @@ class FoldedLayer(CacheLayerMixin):
             self.cache.note(self.layer_idx, tokens, max(real), folded=False, generated=False)
             return False
         sampled = torch.cat(observer.sampled, 2) if observer.sampled else None
-        view = self._view(call, tokens, real, observer.queries, sampled)
+        view = view_of(self, call, tokens, real, observer.queries, sampled)
         view.queries, view.sampled = observer.queries, sampled
         view.mass, view.seen_by = observer.mass, observer.seen_by
         if observer.sampled:
@@ -442,7 +441,7 @@ class FoldedLayer(CacheLayerMixin):
         block = self.cache.method.block
         if block and self.cache.method.refolds:
             if self.tail >= block:
-                view = self._view(call, self.tail, call.real_tokens)
+                view = view_of(self, call, self.tail, call.real_tokens)
                 view.generated = True
                 self.cache.fold_layer(self, view)
             return
@@ -463,13 +462,13 @@ class FoldedLayer(CacheLayerMixin):
             call.scaling,
             call.softcap,
             self.kv_heads,
-            self._key_dim(call),
+            self.key_dim(call),
         )
         if self.tail < 2 * block:
             return
         observer, self.block_observer = self.block_observer, BlockObserver()
         assert observer.energy is not None
-        view = self._view(call, block, call.count_real(block))
+        view = view_of(self, call, block, call.count_real(block))
         view.mass, view.squares = observer.mass, observer.squares
         view.energy = observer.energy / observer.count
         view.seen_by = torch.full_like(view.positions, observer.count, dtype=torch.float32)
@@ -502,7 +501,8 @@ class FoldedLayer(CacheLayerMixin):
             with torch.no_grad():
                 self._observe_block(call, queries, seen, [(queries, lse)])
 
-    def _key_dim(self, call: AttentionCall) -> int:
+    def key_dim(self, call: AttentionCall) -> int:
+        """Channels of a key as cached (of the latent, where attention reads latents)."""
         assert self.keys is not None and self.values is not None
         return (self.values if call.expand else self.keys).shape[-1]
 
@@ -512,75 +512,12 @@ class FoldedLayer(CacheLayerMixin):
         assert call is not None
         self._fold_prompt(call, self.tail)
 
-    def _view(
-        self,
-        call: AttentionCall,
-        tokens: int,
-        real_tokens: tuple[int, ...],
-        *queries: torch.Tensor | None,
-    ) -> LayerView:
-        assert self.keys is not None and self.values is not None
-        keys, values = self.keys[:, :, :tokens], self.values[:, :, :tokens]
-        if call.expand:
-            keys, values = values, keys
-        named = [("keys", keys), ("values", values)]
-        named += [("queries", query) for query in queries if query is not None and query.numel()]
-        # Extremes are NaN where anything is; several times faster on a CPU than a look at every element.
-        extremes = torch.stack([torch.stack(torch.aminmax(states)).float() for _, states in named])
-        finite = extremes.isfinite().all(1).tolist()  # one wait for the device
-        for (name, states), found in zip(named, finite, strict=True):
-            if not found:
-                raise NonFiniteError(
-                    f"layer {self.layer_idx}: the {name} to fold hold NaN or Inf; the model overflowed"
-                    f" (try bfloat16 or float32 instead of {states.dtype})"
-                )
-        return LayerView(
-            keys=keys,
-            values=values,
-            valid=call.valid[:, :, :tokens].expand(-1, keys.shape[1], -1),
-            real_tokens=real_tokens,
-            positions=call.positions[:, :tokens],
-            scaling=call.scaling,
-            softcap=call.softcap,
-            gates=None if self.gates is None else self.gates[:, :, :tokens],
-            text=self._text(call, tokens),
-            layer_idx=self.layer_idx,
-            num_layers=self.cache.num_layers,
-            rotary=self.rotary_of(call.module),
-            key_bias=self._key_bias(call),
-            expand=call.expand,
-            previous=(self.segments[-1].store, self.segments[-1].rows) if self.segments else None,
-        )
-
     def rotary_of(self, module: torch.nn.Module) -> Rotary | None:
         """The model's rotary embedding, where the method works with it."""
         if not self.cache.method.needs.rotary:
             return None
         assert self.keys is not None
         return self.cache.rotary(module, self.keys.device)
-
-    def _key_bias(self, call: AttentionCall) -> torch.Tensor | None:
-        """The bias in the keys, where the method works with it."""
-        if not self.cache.method.needs.rotary or call.expand:
-            return None
-        bias = key_bias_of(call.module, self.kv_heads, self._key_dim(call))
-        return bias if bias is None or self.keys is None else bias.to(self.keys.device)
-
-    def _text(self, call: AttentionCall, tokens: int) -> torch.Tensor | None:
-        """Which of the first `tokens` of the tail are text of a prompt, where the method asks."""
-        if not self.cache.method.needs.text:
-            return None
-        told, start = self.cache.text, self.folded_tokens
-        if told is None:
-            raise KvfoldError(
-                f"{self.cache.method.name} was told to keep all text, and this cache not which tokens are images: use"
-                " kvfold.fold, kvfold.attach or kvfold.generate"
-            )
-        found = torch.zeros(call.batch, tokens, dtype=torch.bool, device=call.device)
-        prompt = told[:, start : start + tokens].to(call.device)
-        if prompt.shape[1]:  # beams are rows that it does not have
-            found[:, : prompt.shape[1]] = prompt.repeat_interleave(call.batch // len(told), 0)
-        return found & call.valid[:, 0, :tokens]
 
     def take(self, store: Store, generated: bool) -> None:
         """Replace the first tokens of the tail by their folded form.
