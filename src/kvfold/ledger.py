@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
+
+KERNEL_TABLES = "kernel tables"
+"""Purpose of what attention derived from a cache and keeps beside it (`Store.derived`)."""
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:
@@ -35,11 +38,14 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 class Ledger:
     """Bytes of a folded cache by purpose.
 
+    What is made once for the process, whatever caches there are, is none of theirs: codebooks, rotations, compiled kernels.
+
     Attributes
     ----------
     by_purpose : mapping of str to int
         Bytes for each purpose ("codes", "scales", "minima", "positions", "order", "fp16 rows", "tail", ...).
-        Their sum equals the storage bytes of the cache's live tensors.
+        Their sum equals the storage bytes of the cache's live tensors. "kernel tables" are there once a kernel has read the
+        cache: they belong to the total, but to no folded segment, and are not saved.
     full_bytes : int
         16-bit keys and values of the same real tokens, the bytes a full cache would take.
     folded_bytes : int
@@ -70,6 +76,13 @@ class Ledger:
     def folded_ratio(self) -> float:
         """Bytes of the folded segments over the 16-bit bytes of their tokens: what `keep` bounds."""
         return self.folded_bytes / self.folded_full_bytes if self.folded_full_bytes else 1.0
+
+    @property
+    def saved(self) -> Ledger:
+        """Without what a loaded cache derives anew."""
+        return replace(
+            self, by_purpose={name: n for name, n in self.by_purpose.items() if name != KERNEL_TABLES}
+        )
 
     def to_dict(self) -> dict[str, object]:
         """Plain data for JSON."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from kvfold.stores import store_from_state
@@ -80,6 +82,42 @@ def assert_same(one, two, rotary=None, rows=None):
             assert torch.equal(a.keys, b.keys) and torch.equal(a.values, b.values)
 
 
+def reached(thing, seen):
+    """Every tensor that an object of kvfold's holds, in whatever it is made of, by the place of its storage."""
+    if id(thing) in seen:
+        return {}
+    seen[id(thing)] = thing
+    if isinstance(thing, torch.Tensor):
+        return {thing.untyped_storage().data_ptr(): thing} if thing.numel() else {}
+    if isinstance(thing, Mapping):
+        parts = [*thing.keys(), *thing.values()]
+    elif isinstance(thing, list | tuple | set | frozenset):
+        parts = list(thing)
+    elif type(thing).__module__.startswith("kvfold."):
+        parts = list(vars(thing).values())
+    else:
+        return {}
+    found = {}
+    for part in parts:
+        found |= reached(part, seen)
+    return found
+
+
+def assert_accounts(store, attend):
+    """Whatever `attend` makes a store keep is its own, or derived, or the process's: then a second one has the very same."""
+    moved = {name: tensor.clone() for name, tensor in store.tensors().items()}
+    twin = store_from_state(store.kind, moved, store.meta())
+    found = []
+    for one in (store, twin):
+        attend(one)
+        found.append(reached(one, {}))
+    of_process = found[0].keys() & found[1].keys()
+    told = {x.untyped_storage().data_ptr() for x in [*store.tensors().values(), *store.derived] if x.numel()}
+    missed = {tuple(found[0][place].shape) for place in found[0].keys() - of_process - told}
+    assert not missed, f"{type(store).__name__} keeps tensors of {missed} that it does not tell"
+    assert not of_process & told, "what belongs to the process belongs to no store"
+
+
 def assert_behaves(store, rotary=None):
     """Attention, shared rows, selection, cropping, state and bytes."""
     assert_attends(store, rotary)
@@ -103,6 +141,9 @@ def assert_behaves(store, rotary=None):
     assert (again.tokens, again.real_tokens, again.nbytes) == (store.tokens, store.real_tokens, store.nbytes)
     again = store_from_state(store.kind, shorter.tensors(), shorter.meta())
     assert_same(again, shorter, rotary)
+    query = torch.randn(store.rows, 2 * store.kv_heads, 1, store.key_dim)
+    assert_accounts(store, lambda one: one.attend(query, None, AttendContext(0.1, rotary=rotary)))
+    assert not store.derived, "plain attention needs no tables"
     storages = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in store.tensors().values()
     }

@@ -55,7 +55,7 @@ def save(cache: FoldedCache, path: str | os.PathLike[str], extra: dict[str, Any]
         "prompt_end": cache.prompt_end,
         "recording": cache._recording,
         "report": cache.report,
-        "ledger": cache.ledger().to_dict(),
+        "ledger": cache.ledger().saved.to_dict(),
         "layers": layers,
         "extra": extra or {},
     }

@@ -368,7 +368,7 @@ class FoldedCache(Cache):
     # ---- bytes ----
 
     def ledger(self) -> Ledger:
-        """Bytes by purpose; their sum is the storage of every live tensor of the cache."""
+        """Bytes by purpose; their sum is the storage of every live tensor of the cache (see `kvfold.Ledger`)."""
         ledgers = []
         for layer in self.layers:
             if isinstance(layer, FoldedLayer):

@@ -17,7 +17,7 @@ from kvfold.hf.fingerprint import Identity, identity_of
 from kvfold.hf.observe import BlockObserver, PromptObserver
 from kvfold.hf.view import view_of
 from kvfold.kernels.reference import Part, attend, merge
-from kvfold.ledger import Ledger, tensor_bytes
+from kvfold.ledger import KERNEL_TABLES, Ledger, storage_bytes, tensor_bytes
 from kvfold.stores.base import AttendContext, Rotary, Store
 
 if TYPE_CHECKING:
@@ -552,6 +552,13 @@ class FoldedLayer(CacheLayerMixin):
         named += self.prompt_observer.tensors() if self.prompt_observer is not None else []
         return [tensor for tensor in named if tensor is not None]
 
+    def _derived(self) -> list[torch.Tensor]:
+        """What attention derived from the stores and keeps in memory of its own."""
+        stores = [segment.store for segment in self.segments]
+        own = {x.untyped_storage().data_ptr() for store in stores for x in store.tensors().values()}
+        derived = [tensor for store in stores for tensor in store.derived]
+        return [tensor for tensor in derived if tensor.untyped_storage().data_ptr() not in own]
+
     def ledger(self) -> Ledger:
         """Bytes of this layer by purpose."""
         purposes: dict[str, int] = {}
@@ -566,6 +573,7 @@ class FoldedLayer(CacheLayerMixin):
                     purpose = segment.store.purposes[name]
                     purposes[purpose] = purposes.get(purpose, 0) + tensor_bytes(tensor)
                     folded += tensor_bytes(tensor)
+        purposes[KERNEL_TABLES] = storage_bytes(self._derived())
         if self.keys is not None and self.values is not None:
             states = tensor_bytes(self.keys) + tensor_bytes(self.values)
             purposes["tail"] = states

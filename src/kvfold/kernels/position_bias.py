@@ -53,6 +53,11 @@ class Circles:
         """Planes of a head."""
         return self.channels.shape[2]
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All memory held."""
+        return [self.channels] if self.still is None else [self.channels, self.still]
+
     @staticmethod
     def of(vector: Tensor, rotary: Rotary) -> Circles:
         """Of constants (rows, kv_heads, key_dim): every plane that is not zero in all heads. Waits for the device.

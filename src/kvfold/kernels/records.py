@@ -198,6 +198,13 @@ class Records:
             self._begins[turns] = _begins(self, turns)
         return self._begins[turns]
 
+    @property
+    def derived(self) -> list[Tensor]:
+        """What those two have made, as far as it is in memory of its own."""
+        plans = [table for plan in self._plans.values() for table in (plan.work, plan.arrived)]
+        begins = [table for pair in self._begins.values() for table in pair]
+        return [table for table in plans + begins if table is not None]
+
     def placed(self, bias: Tensor) -> Tensor:
         """What a bias (rows, kv_heads, positions, group) says of each token, at its place: (places, group)."""
         heads = torch.arange(len(self.runs)).repeat_interleave(torch.tensor(self.slots)).to(bias.device)

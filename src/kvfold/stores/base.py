@@ -213,8 +213,17 @@ class Store(ABC):
             for head in range(self.kv_heads)
         ]
 
+    @property
+    def derived(self) -> list[torch.Tensor]:
+        """What attention derived from those tensors and the store keeps: tables of kernels.
+
+        They are there once a kernel has run, nobody saves them, and no budget bounds them. What is made once for the process
+        is not among them.
+        """
+        return []
+
     def ledger(self) -> dict[str, int]:
-        """Bytes by purpose."""
+        """Bytes of `tensors` by purpose."""
         result: dict[str, int] = {}
         for name, tensor in self.tensors().items():
             purpose = self.purposes[name]
@@ -223,7 +232,7 @@ class Store(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Bytes of `tensors`."""
         return sum(self.ledger().values())
 
     @property

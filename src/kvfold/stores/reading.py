@@ -46,6 +46,12 @@ class ReadsRecords(Store):
     def _around(self, context: AttendContext) -> dict[str, Any]:
         """What else `kernels.around_records.attend` attends to, by its names."""
 
+    @property
+    def derived(self) -> list[Tensor]:
+        circles = [] if self._circles is None else self._circles.tensors
+        # To ask is not to make: `_records` is found at the first attention.
+        return circles + (self._records.derived if "_records" in vars(self) else [])
+
     def _turned_by(self, rotary: Rotary, vector: Tensor, tokens: int, shifts: tuple[int, ...]) -> Turned:
         """What RoPE turns; its planes are found at the first attention."""
         if self._circles is None:

@@ -165,6 +165,11 @@ class RecordedStore(ReadsRecords, RotatedStore):
             valid = torch.arange(self.layout.sinks, device=count.device) < count[:, None]
         return Exact(self.buffers["key_sinks"], self.buffers["value_sinks"], None, valid)
 
+    @property
+    def derived(self) -> list[Tensor]:
+        exact: Exact | None = vars(self).get("_exact")
+        return super().derived + ([] if exact is None or exact.valid is None else [exact.valid])
+
     def _check(self) -> None:
         super()._check()
         size = sum(self._sizes)

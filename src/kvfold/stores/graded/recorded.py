@@ -167,13 +167,11 @@ class RecordedGradedStore(ReadsRecords, GradedStore):
     @cached_property
     def _basis(self) -> Basis:
         frame, buffers = self.frame, self.buffers
-        rotation = value_rotation(self.value_dim, frame.order.device).t()[None].contiguous()
-        which = torch.zeros(self.kv_heads, dtype=torch.int32, device=rotation.device)
         return Basis(
             scale=buffers["key_scale"],
             value_scale=buffers["value_scale"],
             order=frame.order,
-            turn_back=Rotations(rotation, which),
+            turn_back=_turn_back(self.value_dim, self.kv_heads, frame.order.device),
             key_mean=frame.key_mean,
             value_mean=frame.value_mean,
         )
@@ -187,6 +185,12 @@ class RecordedGradedStore(ReadsRecords, GradedStore):
             gone = self.buffers["exact_positions"] >= self.tokens
             bias = torch.zeros(len(keys), device=keys.device).masked_fill_(gone, -torch.inf)
         return Ragged(keys, values, bias, self.buffers["counts"][..., -1].contiguous(), sizes)
+
+    @property
+    def derived(self) -> list[Tensor]:
+        exact: Ragged | None = vars(self).get("_exact_tokens")
+        own = [] if exact is None else [exact.counts]
+        return super().derived + own + ([] if exact is None or exact.bias is None else [exact.bias])
 
     def _slots_of(self, row: int, head: int) -> slice:
         index = row * self.kv_heads + head
@@ -441,6 +445,13 @@ def _constants(store: GradedStore) -> dict[str, Tensor]:
         "key_scale": frame.key_deviation.float().gather(2, frame.order.long()) * COMMON_UNIT,
         "value_scale": frame.value_magnitude * COMMON_UNIT,
     }
+
+
+@cache
+def _turn_back(dim: int, heads: int, device: torch.device) -> Rotations:
+    """Of values, the same for every store."""
+    rotation = value_rotation(dim, device).t()[None].contiguous()
+    return Rotations(rotation, torch.zeros(heads, dtype=torch.int32, device=device))
 
 
 @cache

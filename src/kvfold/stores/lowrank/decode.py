@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -24,9 +23,6 @@ if TYPE_CHECKING:
     from kvfold.stores.lowrank.store import LowRankStore
 
 T = TypeVar("T")
-
-_known: WeakKeyDictionary[LowRankStore, dict[Hashable, Any]] = WeakKeyDictionary()
-"""Where rows lie, found once for a store: no step that a graph replays can be told so by the host."""
 
 
 def serves(store: LowRankStore, query: Tensor, context: AttendContext) -> bool:
@@ -144,11 +140,21 @@ def _together(store: LowRankStore, rows: tuple[int, ...], whole: bool = False) -
 
 
 def _kept(store: LowRankStore, name: Hashable, make: Callable[[], T]) -> T:
-    """What `make` returns, made once while the store lives."""
-    known = _known.setdefault(store, {})
-    if name not in known:
-        known[name] = make()
-    found: T = known[name]
+    """What `make` returns, made once for a store: no step that a graph replays can be told anew by the host."""
+    if name not in store.known:
+        store.known[name] = make()
+    found: T = store.known[name]
+    return found
+
+
+def derived(store: LowRankStore) -> list[Tensor]:
+    """Tables that the store knows, of where rows lie."""
+    found = []
+    for known in store.known.values():
+        if isinstance(known, Exact) and known.places is not None:
+            found.append(known.places)
+        if isinstance(known, list):
+            found += [rows.table for rows in known if rows.align]  # else there is none
     return found
 
 

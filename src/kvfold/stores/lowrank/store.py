@@ -75,6 +75,8 @@ class LowRankStore(Store):
         self.layout, self.buffers = layout, dict(buffers)
         self.tokens, self.real_tokens = layout.tokens, layout.real_tokens
         self.kv_heads, self.key_dim, self.value_dim = layout.kv_heads, layout.key_dim, layout.value_dim
+        self.known: dict[Hashable, Any] = {}
+        """Of the kernels (`decode`): what they serve, and where rows lie"""
         self._rows: list[dict[str, Tensor]] = [{} for _ in layout.rows]
         for name, tensor in self.buffers.items():
             stem, _, number = name.rpartition(".")
@@ -398,6 +400,10 @@ class LowRankStore(Store):
         return LowRankStore(layout, buffers)
 
     # ---- state ----
+
+    @property
+    def derived(self) -> list[Tensor]:
+        return decode.derived(self)
 
     def tensors(self) -> dict[str, Tensor]:
         return dict(self.buffers)
