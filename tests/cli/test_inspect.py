@@ -8,15 +8,42 @@ import json
 import pytest
 import torch
 
-from kvfold.cli.inspect import layer_bits
+from kvfold.cli.inspect import _rows_of_layers, layer_bits
 from kvfold.stores.dense import DenseStore
 
 
 def test_shows_manifest_ledger_and_bits(kvfold, saved):
     result = kvfold("inspect", saved)
     assert result.exit_code == 0, result.output
-    for text in ("lamp.txt", "full 16-bit cache", "16:100%"):
+    for text in ("lamp.txt", "full 16-bit cache", "16:100%", "0 to 1"):
         assert text in result.stdout
+
+
+def rows_of_bits(output):
+    """Cells of the last table, whose first row is of layer 0."""
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in output.splitlines() if "│" in line]
+    rows = [row for row in rows if len(row) == 5]
+    return rows[next(index for index, row in enumerate(rows) if row[0].startswith("0")) :]
+
+
+def test_a_row_for_layers_alike_or_for_every_head(kvfold, saved):
+    assert rows_of_bits(kvfold("inspect", saved).stdout) == [["0 to 1", "16.00", "", "16:100%", "16:100%"]]
+    heads = rows_of_bits(kvfold("inspect", saved, "--all").stdout)
+    assert [row[:2] for row in heads] == [["0", "0"], ["", "1"], ["1", "0"], ["", "1"]]
+
+
+def test_a_row_of_heads_that_differ():
+    def layer(index, *means):
+        heads = [{"keys": {"2": 1.0}, "values": {"0": 1 - x / 4, "4": x / 4}, "mean": x} for x in means]
+        return {"layer": index, "tokens": 60, "heads": heads}
+
+    alike = [layer(index, 1.0, 3.0) for index in (0, 1, 2, 5)]
+    rows = list(_rows_of_layers([*alike, layer(6, 2.0, 2.0), layer(7, 1.0, 3.0)]))
+    assert rows == [
+        ("0 to 2, 5", "2.00", "1.00 to 3.00", "2:100%", "0:50%  4:50%"),
+        ("6", "2.00", "", "2:100%", "0:50%  4:50%"),
+        ("7", "2.00", "1.00 to 3.00", "2:100%", "0:50%  4:50%"),
+    ]
 
 
 def test_json(kvfold, saved):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,6 +38,9 @@ def inspect(
     tokens: Annotated[
         int, typer.Option("--tokens", min=64, help="With --cka: tokens of the text, at most.")
     ] = 2048,
+    every: Annotated[
+        bool, typer.Option("--all", help="Bits of every head, instead of a row for layers alike.")
+    ] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
     """Show a folded document: manifest, bytes by purpose, bits by layer and head; or how alike a model's layers are."""
@@ -62,7 +66,7 @@ def inspect(
         told = {key: value for key, value in manifest.items() if key != "layers"}
         console.print_json({"manifest": told, "ledger": manifest["ledger"], "bits": bits})
         return
-    _show(manifest, bits)
+    _show(manifest, bits, every)
     if png is not None:
         console.out().print(f"wrote {png}", soft_wrap=True)
 
@@ -137,7 +141,7 @@ def _counted(stores: Sequence[Any], head: int, part: str) -> dict[int, int]:
     return total
 
 
-def _show(manifest: dict[str, Any], bits: list[dict[str, Any]]) -> None:
+def _show(manifest: dict[str, Any], bits: list[dict[str, Any]], every: bool) -> None:
     from rich.table import Table
 
     from kvfold.cli.options import changed_options
@@ -166,21 +170,55 @@ def _show(manifest: dict[str, Any], bits: list[dict[str, Any]]) -> None:
     out.print(console.ledger_table(manifest["ledger"]))
     if not bits:
         return
+    by, columns, rows_of = ("layer and head", ("layer", "head", "mean"), _rows_of_heads)
+    if not every:
+        by, columns, rows_of = ("layer (--all: and head)", ("layer", "mean", "of heads"), _rows_of_layers)
     table = Table(
-        title="Bits by layer and head: share of key channels, of value tokens (0: evicted)",
-        title_justify="left",
+        title=f"Bits by {by}: share of key channels, of value tokens (0: evicted)", title_justify="left"
     )
-    for column in ("layer", "head", "mean", "keys", "values"):
-        table.add_column(column, justify="right" if column in ("layer", "head", "mean") else "left")
+    for column in (*columns, *PARTS):
+        table.add_column(column, justify="left" if column in PARTS else "right")
+    for row in rows_of(bits):
+        table.add_row(*row)
+    out.print(table)
+
+
+def _rows_of_heads(bits: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
     for layer in bits:
         for number, head in enumerate(layer["heads"]):
-            table.add_row(
-                str(layer["layer"]) if number == 0 else "",
-                str(number),
-                f"{head['mean']:.2f}",
-                *("  ".join(f"{width}:{share:.0%}" for width, share in head[part].items()) for part in PARTS),
-            )
-    out.print(table)
+            name = str(layer["layer"]) if number == 0 else ""
+            yield name, str(number), f"{head['mean']:.2f}", *(_shares([head[part]]) for part in PARTS)
+
+
+def _rows_of_layers(bits: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
+    """Layers that follow each other and look alike are one row."""
+
+    def cells(layer: dict[str, Any]) -> tuple[str, ...]:
+        means = [head["mean"] for head in layer["heads"]]
+        ends = f"{min(means):.2f}", f"{max(means):.2f}"
+        spread = "" if ends[0] == ends[1] else " to ".join(ends)
+        parts = (_shares([head[part] for head in layer["heads"]]) for part in PARTS)
+        return f"{sum(means) / len(means):.2f}", spread, *parts
+
+    for told, alike in groupby(bits, cells):
+        numbers = [layer["layer"] for layer in alike]
+        yield _numbers(numbers), *told
+
+
+def _shares(heads: Sequence[dict[str, float]]) -> str:
+    """The mean of heads' histograms."""
+    widths = sorted({width for head in heads for width in head}, key=int)
+    means = {width: sum(head.get(width, 0) for head in heads) / len(heads) for width in widths}
+    return "  ".join(f"{width}:{share:.0%}" for width, share in means.items())
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    """Ascending numbers, those without a gap as a range."""
+    found = []
+    for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        own = [number for _, number in run]
+        found.append(str(own[0]) if len(own) == 1 else f"{own[0]} to {own[-1]}")
+    return ", ".join(found)
 
 
 def _need_matplotlib() -> None:
