@@ -134,7 +134,8 @@ def assert_behaves(store, rotary=None):
         before, after = store.kept(row, 0, rotary), shorter.kept(row, 0, rotary)
         alive = before.positions < shorter.tokens
         assert torch.equal(before.positions[alive], after.positions)
-        assert torch.equal(before.keys[alive], after.keys)
+        # Not bit by bit: some processors round products of fewer rows otherwise.
+        torch.testing.assert_close(after.keys, before.keys[alive], atol=1e-5, rtol=1e-5)
     assert_attends(shorter, rotary)
     again = store_from_state(store.kind, store.tensors(), store.meta())
     assert_same(again, store, rotary)
