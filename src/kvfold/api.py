@@ -20,7 +20,8 @@ from kvfold.hf.again import Again
 from kvfold.hf.cache import FoldedCache
 from kvfold.hf.fingerprint import fingerprint
 from kvfold.hf.modality import see_prompt
-from kvfold.hf.support import CACHE_KEYWORD, cache_shape, check_supported
+from kvfold.hf.refuse import check_latent, check_lengths, check_prompt
+from kvfold.hf.support import CACHE_KEYWORD, check_supported
 from kvfold.methods.base import Method, check_method
 from kvfold.methods.work import Work
 
@@ -79,6 +80,7 @@ def fold(
     """
     check_method(method)
     check_supported(model)
+    check_latent(method, model.config)
     check_calibration(model, method)
     _check_prompt(input_ids, attention_mask, chunk_size)
     inputs = dict(inputs or {})
@@ -98,12 +100,9 @@ def fold(
         raise KvfoldError(
             f"{method.name} with these options reads the prompt a second time, which images do not allow"
         )
-    batch, tokens = input_ids.shape
-    real = [tokens] * batch if attention_mask is None else attention_mask.sum(-1).tolist()
-    shape = cache_shape(model.config)
-    for count in {int(count) for count in real}:
-        if count > method.shortest:
-            method.check(count, shape.kv_heads, shape.key_dim, shape.value_dim)
+    tokens = input_ids.shape[1]
+    real = [tokens] if attention_mask is None else attention_mask.sum(-1).tolist()
+    check_lengths(method, model.config, (int(count) for count in real))
     cache = FoldedCache(method, model.config, prompt_tokens=tokens, progress=progress)
     see_prompt(cache, model, input_ids, inputs)
     cache.watch(model)
@@ -238,6 +237,12 @@ def attach(model: Any, method: Method) -> Iterator[Folding]:
     Folding
         Its `cache` attribute holds the newest call's cache.
 
+    Raises
+    ------
+    UnsupportedModelError, KvfoldError
+        At once: of `fold`'s errors those that do not depend on a prompt. The others `model.generate` raises, before any work
+        where that is possible.
+
     Notes
     -----
     Where several blocks are open on a model, a call is for the newest that its thread has opened, else for the newest.
@@ -249,6 +254,7 @@ def attach(model: Any, method: Method) -> Iterator[Folding]:
     """
     check_method(method)
     check_supported(model)
+    check_latent(method, model.config)
     check_calibration(model, method)
     block = _Block(method, threading.get_ident(), Folding())
     with _lock:
@@ -283,7 +289,11 @@ def _folding(model: Any, original: Callable[..., Any]) -> Callable[..., Any]:
             return original(inputs, *args, **kwargs)
         here = threading.get_ident()
         block = next((block for block in reversed(blocks) if block.thread == here), blocks[-1])
-        cache = kwargs[names[0]] if names else FoldedCache(block.method, model.config)
+        block.folding.cache = None
+        given: FoldedCache | None = kwargs[names[0]] if names else None
+        if given is None or not given.get_seq_length():
+            check_prompt(block.method if given is None else given.method, model, prompt, kwargs)
+        cache = FoldedCache(block.method, model.config) if given is None else given
         mask = kwargs.get("attention_mask")
         if prompt.dim() == 2:
             see_prompt(cache, model, prompt, kwargs)

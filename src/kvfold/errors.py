@@ -28,7 +28,7 @@ class BudgetError(KvfoldError):
 
 
 class NonFiniteError(KvfoldError):
-    """Keys or values hold NaN or Inf; the message names the layer."""
+    """Keys or values hold NaN or infinity; the message names the layer."""
 
 
 class CacheMismatchError(KvfoldError):

@@ -11,7 +11,7 @@ import torch
 
 from kvfold.bench.shapes import full_bytes, random_model
 from kvfold.errors import KvfoldError, UnsupportedModelError
-from kvfold.hf.support import cache_shape, check_supported, folds, stock_layers, text_config
+from kvfold.hf.support import cache_shape, caches_latent, check_supported, folds, stock_layers, text_config
 from kvfold.methods import Full
 from kvfold.methods.base import Method
 
@@ -70,8 +70,7 @@ class Setup:
             raise KvfoldError(f"--context {max(self.contexts)}: the model reads at most {most - 1} tokens")
         if self.device.type == "cuda" and not torch.cuda.is_available():
             raise KvfoldError("--device cuda: torch sees no CUDA device (kvfold doctor tells more)")
-        latent = getattr(text_config(self.config), "kv_lora_rank", None)
-        if latent or not all(folds(layer) for layer in stock_layers(self.config)):
+        if caches_latent(self.config) or not all(folds(layer) for layer in stock_layers(self.config)):
             raise UnsupportedModelError(
                 "bench fills the caches of models all of whose layers attend to every token (llama, qwen2, mistral, ...);"
                 " this one has others"

@@ -17,6 +17,7 @@ from kvfold.engine.loop import Decoding, Engine
 from kvfold.errors import KvfoldError
 from kvfold.hf import CACHE_KEYWORD, FoldedCache, check_supported
 from kvfold.hf.modality import see_prompt
+from kvfold.hf.refuse import check_latent, check_prompt
 from kvfold.methods import Full
 from kvfold.methods.base import Method
 
@@ -104,6 +105,8 @@ def stream(
 def _cache(model: Any, input_ids: Tensor, cache: Any, options: dict[str, Any]) -> Cache:
     """What to decode with, checked."""
     if isinstance(cache, FoldedCache):
+        if not cache.get_seq_length():
+            check_prompt(cache.method, model, input_ids, options)
         see_prompt(cache, model, input_ids, options)
     if isinstance(cache, Cache):
         mask = options.get("attention_mask")
@@ -119,7 +122,9 @@ def _cache(model: Any, input_ids: Tensor, cache: Any, options: dict[str, Any]) -
         raise KvfoldError(
             f"cache must be a kvfold Method, a FoldedCache or None, not {type(method).__name__}"
         )
+    check_latent(method, model.config)
     check_calibration(model, method)
+    check_prompt(method, model, input_ids, options)
     cache = FoldedCache(method, model.config, prompt_tokens=input_ids.shape[1])
     see_prompt(cache, model, input_ids, options)
     cache.watch(model)

@@ -129,7 +129,7 @@ class Paging:
         Raises
         ------
         NonFiniteError
-            The gates gave NaN or Inf.
+            The gates gave NaN or infinity.
         """
         pages, method = self.pages, self.method
         pages.read()
@@ -152,7 +152,7 @@ class Paging:
         pages.end_eviction()
         if not bool(self._finite):
             raise NonFiniteError(
-                "the gates of kept tokens hold NaN or Inf; the model overflowed (try bfloat16 or float32)"
+                "the gates of kept tokens hold NaN or infinity; the model overflowed (try bfloat16 or float32)"
             )
         first = self.source.folded_layers[0].layer_idx
         self.source.note(first, pages.folded, new, folded=True, generated=True)

@@ -25,7 +25,8 @@ from kvfold.api import fold
 from kvfold.errors import BudgetError, KvfoldError
 from kvfold.evaluate.prefill import continue_logits
 from kvfold.hf.cache import FoldedCache
-from kvfold.hf.support import CACHE_KEYWORD, cache_shape, check_supported
+from kvfold.hf.refuse import check_latent, check_lengths
+from kvfold.hf.support import CACHE_KEYWORD, check_supported
 from kvfold.methods import METHODS
 from kvfold.methods.base import Method
 
@@ -77,7 +78,7 @@ class FoldedLM(HFLM):  # type: ignore[misc]
     KvfoldError
         Unknown method or option, or a value that does not fit.
     UnsupportedModelError
-        The model cannot read a folded cache.
+        The model cannot read a folded cache, or the method cannot fold what it caches.
     """
 
     def __init__(
@@ -98,18 +99,16 @@ class FoldedLM(HFLM):  # type: ignore[misc]
         self.folded = self.unfolded = self.folded_bytes = self.full_bytes = 0
         super().__init__(pretrained, **options)
         check_supported(self.model)
+        check_latent(self.method, self.model.config)
 
     def _check(self, lengths: Iterable[int]) -> None:
         """Refuse, before any work, prompts of a number of tokens that the budget cannot hold."""
         if self.short == "full":
             return
-        shape = cache_shape(self.model.config)
-        for tokens in sorted({length - self.unseen for length in lengths}):
-            if tokens > self.method.shortest:
-                try:
-                    self.method.check(tokens, shape.kv_heads, shape.key_dim, shape.value_dim)
-                except BudgetError as error:
-                    raise BudgetError(f"{error}; or short=full to leave such prompts unfolded") from error
+        try:
+            check_lengths(self.method, self.model.config, (length - self.unseen for length in lengths))
+        except BudgetError as error:
+            raise BudgetError(f"{error}; or short=full to leave such prompts unfolded") from error
 
     def _fold(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> FoldedCache | None:
         """The folded cache of prompts (batch, tokens) but their last `unseen` tokens; None: too short for that."""

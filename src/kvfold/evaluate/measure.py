@@ -23,7 +23,8 @@ from kvfold.evaluate.protocol import Reader, room, script_of
 from kvfold.evaluate.results import Fidelity, Row, When
 from kvfold.evaluate.tasks.base import Sample, Task
 from kvfold.hf import bridge
-from kvfold.hf.support import cache_shape, check_supported
+from kvfold.hf.refuse import check_lengths
+from kvfold.hf.support import check_supported
 
 _FIGURES: dict[str, Callable[[Fidelity], float]] = {
     "perplexity": lambda found: math.exp(min(found.nll, 700.0)),
@@ -148,10 +149,7 @@ class Shared:
         """
         method = variant.method
         start = self._now()
-        count = len(self.script.folded)
-        if count > method.shortest:
-            shape = cache_shape(self.bench.model.config)
-            method.check(count, shape.kv_heads, shape.key_dim, shape.value_dim)
+        check_lengths(method, self.bench.model.config, [len(self.script.folded)])
         cache = self.prefill.fold(method)
         fold_seconds = self._now() - start
         ledger = cache.ledger()

@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from kvfold.errors import CacheMismatchError, KvfoldError, UnsupportedModelError
 from kvfold.hf import bridge, inputs
 from kvfold.hf.layer import FoldedLayer
+from kvfold.hf.refuse import check_latent, check_lengths
 from kvfold.hf.rotary import ModelRotary, rotary_of, uses_rotary
 from kvfold.hf.support import check_version, folds, stock_layers, text_config
 from kvfold.kernels.streams import aside, joined, reached
@@ -22,6 +23,7 @@ from kvfold.methods.work import Work
 if TYPE_CHECKING:
     import os
 
+    from kvfold.hf.call import AttentionCall
     from kvfold.stores.base import Store
 
 LATE = 1 << 28
@@ -43,7 +45,8 @@ class FoldedCache(Cache):
     config : PretrainedConfig, optional
         The model's config. Needed beforehand only for models whose first layers are not attention.
     prompt_tokens : int, optional
-        Logical length of the prompt, so that a prompt that arrives in chunks is folded once, when complete.
+        Logical length of the prompt, so that a prompt that arrives in chunks is folded once, when complete, and one that
+        the method cannot fold within its budget is refused before any layer attends.
         Not told, every call of more than one token is folded, and a call that directly continues another is
         folded together with it, within the same total budget.
     progress : callable, optional
@@ -52,7 +55,8 @@ class FoldedCache(Cache):
     Raises
     ------
     UnsupportedModelError
-        transformers is too old, or no layer of the config is full attention.
+        transformers is too old, no layer of the config is full attention, or the method folds no latents and the model
+        caches them.
     """
 
     def __init__(
@@ -116,14 +120,16 @@ class FoldedCache(Cache):
     # ---- layers ----
 
     def _build_layers(self, config: Any) -> None:
-        self.config = text_config(config)
-        for layer_idx, stock in enumerate(stock_layers(config)):
-            if layer_idx >= len(self.layers):
-                self.layers.append(FoldedLayer(self, layer_idx) if folds(stock) else stock)
-        if not self.folded_layers:
+        stock = stock_layers(config)
+        if not any(folds(layer) for layer in stock):
             raise UnsupportedModelError(
                 "the model has no full-attention layer, so there is nothing to fold: use transformers' own cache"
             )
+        check_latent(self.method, config)
+        self.config = text_config(config)
+        for layer_idx in range(len(self.layers), len(stock)):
+            own = stock[layer_idx]
+            self.layers.append(FoldedLayer(self, layer_idx) if folds(own) else own)
         if self._recording:
             super().activate_past_recording()
 
@@ -131,6 +137,30 @@ class FoldedCache(Cache):
         """Speculative decoding begins (see `transformers.Cache`); layers made later are told too."""
         self._recording = True
         super().activate_past_recording()
+
+    def admit(self, module: torch.nn.Module, layer: FoldedLayer, call: AttentionCall) -> None:
+        """Before a layer attends: learn the model's layer types, and refuse a first prompt, if told, that cannot be folded.
+
+        Raises
+        ------
+        UnsupportedModelError, BudgetError
+            The cache is as it was before the prompt.
+        """
+        try:
+            self.adopt(module, layer)
+            end = self.prompt_end
+            if call.first and end is not None and self.config is not None and layer is self._first:
+                check_lengths(self.method, self.config, _lengths(call, end))
+        except KvfoldError:
+            self.empty()
+            raise
+
+    def empty(self) -> None:
+        """Forget a first prompt that was not folded, so that the cache is as before it."""
+        self._views, self._late, self._account, self._rotaries = {}, None, {}, {}
+        self.report, self.layers = [], []
+        if self.config is not None:
+            self._build_layers(self.config)
 
     def adopt(self, module: torch.nn.Module, layer: FoldedLayer) -> None:
         """Learn the model's layer types from the first attention module, when no config was given."""
@@ -225,11 +255,8 @@ class FoldedCache(Cache):
 
     def reset(self) -> None:
         """Forget everything: the cache is as new, told no prompt length."""
-        self.prompt_end, self.prompt_hash, self.report = None, None, []
-        self._views, self._late, self._account, self._recording, self.text = {}, None, {}, False, None
-        self.layers = []  # transformers' own would keep their tokens, as zeros
-        if self.config is not None:
-            self._build_layers(self.config)
+        self.prompt_end, self.prompt_hash, self._recording, self.text = None, None, False, None
+        self.empty()  # transformers' own layers would keep their tokens, as zeros
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens from every layer (see `transformers.Cache.crop`)."""
@@ -422,6 +449,14 @@ class FoldedCache(Cache):
         from kvfold.artifact import save
 
         save(self, path, extra)
+
+
+def _lengths(call: AttentionCall, end: int) -> tuple[int, ...]:
+    """Real tokens of each row of a prompt of `end` tokens that begins with a call, where they are known."""
+    if call.new >= end:
+        return call.count_real(end)
+    # Padding comes first: of a row that is nothing else so far the length is not known.
+    return tuple(end - call.new + real for real in call.real_tokens if real)
 
 
 def folds_late(view: LayerView) -> bool:

@@ -75,6 +75,11 @@ class AttentionCall:
             expand=expand_of(module),
         )
 
+    @property
+    def first(self) -> bool:
+        """Whether the cache had seen nothing before."""
+        return self.length == self.new
+
     @cached_property
     def valid(self) -> torch.Tensor:
         """(batch, 1, tail) bool, False for padding."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from kvfold.errors import CacheMismatchError
+from kvfold.errors import BudgetError, CacheMismatchError
 from kvfold.hf import bridge, inputs
 from kvfold.hf.call import AttentionCall, visible_columns
 from kvfold.hf.fingerprint import Identity, identity_of
@@ -242,14 +242,14 @@ class FoldedLayer(CacheLayerMixin):
 
         Without folded segments the model's own attention function runs on the tail, unchanged.
         """
-        self.cache.adopt(module, self)
+        call = AttentionCall.of(self.get_seq_length(), module, query, key, attention_mask, kwargs)
+        self.cache.admit(module, self, call)
         if self.cache.layers[self.layer_idx] is not self:
             # The config has just told that this layer is not one to fold: its stock layer has taken over.
             return base(module, query, key, value, attention_mask, *args, **kwargs)
         self._recognise(module, query.shape[2])
         if self.cache.method.needs.gates:
             self._read_gates(module)
-        call = AttentionCall.of(self.get_seq_length(), module, query, key, attention_mask, kwargs)
         if not self.segments:
             result = base(module, query, key, value, attention_mask, *args, **kwargs)
             parts: list[Part] = []
@@ -257,9 +257,14 @@ class FoldedLayer(CacheLayerMixin):
             parts = self._parts(call, query, key, value)
             output, _ = parts[0] if len(parts) == 1 else merge(parts)
             result = output.transpose(1, 2).contiguous().to(query.dtype), None
-        with torch.no_grad():
-            self.cache.fold_late(self)
-            self._after_attention(call, query, key, parts)
+        try:
+            with torch.no_grad():
+                self.cache.fold_late(self)
+                self._after_attention(call, query, key, parts)
+        except BudgetError:
+            if call.first:
+                self.cache.empty()
+            raise
         if self.segments and self._is_last():
             self.cache.forget_angles()
         return result

@@ -113,15 +113,19 @@ class CacheShape:
     value_dim: int
 
 
+def caches_latent(config: Any) -> bool:
+    """Whether attention is multi-head latent (MLA): one latent of a token is cached for all heads."""
+    return bool(getattr(text_config(config), "kv_lora_rank", None))
+
+
 def cache_shape(config: Any) -> CacheShape:
     """Cache shape from a config; for multi-head latent attention, one head: rotary part and latent."""
     config = text_config(config)
     if getattr(config, "is_heterogeneous", False):  # layers differ (Gemma 4): those that fold decide
         of_layer = zip(config.per_layer_config, stock_layers(config), strict=False)
         config = next((own for own, layer in of_layer if folds(layer)), config.per_layer_config[0])
-    latent = getattr(config, "kv_lora_rank", None)
-    if latent:
-        return CacheShape(1, int(config.qk_rope_head_dim), int(latent))
+    if caches_latent(config):
+        return CacheShape(1, int(config.qk_rope_head_dim), int(config.kv_lora_rank))
     heads = int(config.num_attention_heads)
     head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
     return CacheShape(int(getattr(config, "num_key_value_heads", None) or heads), head_dim, head_dim)

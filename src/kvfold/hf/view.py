@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvfold.errors import KvfoldError, NonFiniteError
+from kvfold.errors import KvfoldError
 from kvfold.hf.bias import key_bias_of
 from kvfold.hf.call import AttentionCall
 from kvfold.methods.base import LayerView
+from kvfold.methods.finite import check_finite
 
 if TYPE_CHECKING:
     from kvfold.hf.layer import FoldedLayer
@@ -49,8 +50,8 @@ def view_of(
         keys, values = values, keys
     named = [("keys", keys), ("values", values)]
     named += [("queries", query) for query in queries if query is not None and query.numel()]
-    _check_finite(named, layer.layer_idx)
-    return LayerView(
+    check_finite(named, layer.layer_idx)
+    view = LayerView(
         keys=keys,
         values=values,
         valid=call.valid[:, :, :tokens].expand(-1, keys.shape[1], -1),
@@ -67,18 +68,8 @@ def view_of(
         expand=call.expand,
         previous=(layer.segments[-1].store, layer.segments[-1].rows) if layer.segments else None,
     )
-
-
-def _check_finite(named: list[tuple[str, Tensor]], layer_idx: int) -> None:
-    # Extremes are NaN where anything is; several times faster on a CPU than a look at every element.
-    extremes = torch.stack([torch.stack(torch.aminmax(states)).float() for _, states in named])
-    finite = extremes.isfinite().all(1).tolist()  # one wait for the device
-    for (name, states), found in zip(named, finite, strict=True):
-        if not found:
-            raise NonFiniteError(
-                f"layer {layer_idx}: the {name} to fold hold NaN or Inf; the model overflowed"
-                f" (try bfloat16 or float32 instead of {states.dtype})"
-            )
+    view.finite = True
+    return view
 
 
 def _key_bias(layer: FoldedLayer, call: AttentionCall) -> Tensor | None:

@@ -9,7 +9,8 @@ from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 
-from kvfold.errors import KvfoldError
+from kvfold.errors import KvfoldError, UnsupportedModelError
+from kvfold.methods.finite import check_finite
 from kvfold.methods.options import check_options
 from kvfold.methods.work import Work
 from kvfold.stores.base import Expand, Rotary, Store
@@ -134,6 +135,8 @@ class LayerView:
         None where it is not needed, or the prompt's tokens are not known.
     said : list of dict
         What a method has to say of the heads that it folds, as plain data: `FoldedCache.report` tells it.
+    finite : bool
+        Whether keys and values are known to hold neither NaN nor infinity. A view made from this one forgets it.
     """
 
     keys: torch.Tensor
@@ -164,6 +167,7 @@ class LayerView:
     work: Work = field(default_factory=Work)
     again: Again | None = None
     said: list[dict[str, Any]] = field(default_factory=list)
+    finite: bool = field(default=False, init=False)
 
     @property
     def tokens(self) -> int:
@@ -284,6 +288,33 @@ class Method(ABC):
     def calibrated_by(self) -> str:
         """Command that calibrates it for another model."""
         return f"kvfold calibrate {self.name}"
+
+    @property
+    def refuses_latent(self) -> str | None:
+        """Why it cannot fold latent attention (MLA), and what to do instead; None: it can."""
+        return None
+
+    def check_latent(self) -> None:
+        """Raise UnsupportedModelError unless it can fold latent attention (MLA)."""
+        for part in self.parts:
+            if part.refuses_latent is not None:
+                raise UnsupportedModelError(part.refuses_latent)
+
+    def check_views(self, views: Sequence[LayerView]) -> None:
+        """Refuse what cannot be folded at all; for `fold` to call first.
+
+        Raises
+        ------
+        UnsupportedModelError
+            Latents, which the method does not fold.
+        NonFiniteError
+            Keys or values hold NaN or infinity.
+        """
+        if any(view.expand is not None for view in views):
+            self.check_latent()
+        for view in views:
+            if not view.finite:
+                check_finite([("keys", view.keys), ("values", view.values)], view.layer_idx)
 
     def check(self, tokens: int, kv_heads: int, key_dim: int, value_dim: int) -> None:
         """Raise BudgetError if a prompt of that size cannot be folded within the budget."""

@@ -190,6 +190,7 @@ class BlockGTQ(Method):
             raise BudgetError.of(what, least, full)
 
     def fold(self, views: Sequence[LayerView]) -> list[Store]:
+        self.check_views(views)
         return [self._folded(view) for view in views]
 
     @property

@@ -186,6 +186,7 @@ class DBTrimKV(Method):
     # ---- folding ----
 
     def fold(self, views: Sequence[LayerView]) -> list[Store]:
+        self.check_views(views)
         pools = [_Pool(view) for view in views]
         sizes = [len(pool.positions) for pool in pools]
         chosen = self.choose(_together(pools, self)).split(sizes)

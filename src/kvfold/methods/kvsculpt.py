@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from kvfold.allocate.pilot import damped_counts
-from kvfold.errors import UnsupportedModelError
 from kvfold.kernels.reference import Part
 from kvfold.methods.adam import Adam
 from kvfold.methods.base import LayerView, Needs, cannot_read_again
@@ -147,11 +146,12 @@ class KVSculpt(SelectFit):
     def granularity(self) -> Literal["layer", "model"]:
         return "model" if self.heads == "pilot" or self.needs.again else "layer"
 
+    @property
+    def refuses_latent(self) -> str:
+        return "kvsculpt moves keys, which latent attention (MLA) derives from the values: use select-fit or rdkv"
+
     def fold(self, views: Sequence[LayerView]) -> list[Store]:
-        if any(view.expand is not None for view in views):
-            raise UnsupportedModelError(
-                "kvsculpt moves keys, which latent attention (MLA) derives from the values: use select-fit or rdkv"
-            )
+        self.check_views(views)
         if self.needs.again and views[0].again is None:
             raise cannot_read_again(self.name)
         asked: list[tuple[LayerView, Part | None]] = [(view, None) for view in views]

@@ -249,6 +249,7 @@ class RDKV(Method):
         return wide
 
     def fold(self, views: Sequence[LayerView]) -> list[Store]:
+        self.check_views(views)
         return self._for(views)._fold(views)
 
     def _fold(self, views: Sequence[LayerView]) -> list[Store]:

@@ -259,6 +259,7 @@ class PublishedRDKV(Method):
         )
 
     def fold(self, views: Sequence[LayerView]) -> list[Store]:
+        self.check_views(views)
         if self.widths == "auto":
             return self._fold_with_best_widths(views)
         layouts = [

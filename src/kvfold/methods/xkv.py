@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvfold.allocate.budget import Budget
 from kvfold.allocate.transform import Components
-from kvfold.errors import BudgetError, UnsupportedModelError
+from kvfold.errors import BudgetError
 from kvfold.ledger import storage_bytes
 from kvfold.methods.base import LayerView, Method, Needs
 from kvfold.methods.factorise import Window
@@ -180,6 +180,15 @@ class XKV(Method):
     def shortest(self) -> int:
         return 32
 
+    @property
+    def refuses_latent(self) -> str | None:
+        if not self.sparse_budget:
+            return None
+        return (
+            "xkv chooses chunks by the keys of each head, but latent attention (MLA) has none in its cache: leave"
+            " sparse_budget at 0, which reads all of them"
+        )
+
     def check(self, tokens: int, kv_heads: int, key_dim: int, value_dim: int) -> None:
         for name, rank, dim in (("key", self.key_rank, key_dim), ("value", self.value_rank, value_dim)):
             width = self.layers * kv_heads * dim
@@ -283,11 +292,7 @@ class XKV(Method):
         return exact
 
     def _fold_window(self, views: list[LayerView]) -> list[LowRankStore]:
-        if self.sparse_budget and views[0].expand is not None:
-            raise UnsupportedModelError(
-                "xkv chooses chunks by the keys of each head, but latent attention (MLA) has none in its cache: leave"
-                " sparse_budget at 0, which reads all of them"
-            )
+        self.check_views(views)
         rows: list[list[LowRankRow]] = [[] for _ in views]
         buffers: list[dict[str, Tensor]] = [{} for _ in views]
         for row in range(len(views[0].keys)):

@@ -56,6 +56,7 @@ class KIVI(Method):
         return self.residual
 
     def fold(self, views: Sequence[LayerView]) -> list[Store]:
+        self.check_views(views)
         stores: list[Store] = []
         for view in views:
             tokens = view.tokens

@@ -57,6 +57,7 @@ class MiniCache(Method):
         return 32
 
     def fold(self, views: Sequence[LayerView]) -> list[Store]:
+        self.check_views(views)
         stores: list[Store] = []
         while len(stores) < len(views):
             lower, *others = views[len(stores) :]

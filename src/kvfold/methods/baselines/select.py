@@ -129,6 +129,7 @@ class Selection(Method):
         return tokens * layout.value_bytes(self.bits) + layout.key_bytes(self.bits, layout.key_dim, tokens)
 
     def fold(self, views: Sequence[LayerView]) -> list[Store]:
+        self.check_views(views)
         return [self._fold_layer(view) for view in views]
 
     def _fold_layer(self, view: LayerView) -> TriZoneStore:

@@ -100,6 +100,7 @@ class SelectFit(Method):
             raise BudgetError.of(what, least, 2 * tokens * (key_dim + value_dim))
 
     def fold(self, views: Sequence[LayerView]) -> list[Store]:
+        self.check_views(views)
         return [self._fold_layer(view) for view in views]
 
     def _fold_layer(self, view: LayerView) -> Store:

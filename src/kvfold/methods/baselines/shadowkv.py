@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from kvfold.errors import UnsupportedModelError
 from kvfold.methods.base import LayerView, Method, Needs
 from kvfold.stores.base import Store
 from kvfold.stores.shadow import ShadowLayout, ShadowStore
@@ -61,15 +60,18 @@ class ShadowKV(Method):
     def shortest(self) -> int:
         return self.chunk * (self.local_chunks + 1)
 
+    @property
+    def refuses_latent(self) -> str:
+        return (
+            "shadowkv factors the keys of several heads, but latent attention (MLA) caches one latent for all: choose"
+            " another method"
+        )
+
     def fold(self, views: Sequence[LayerView]) -> list[Store]:
+        self.check_views(views)
         return [self._encode(view) for view in views]
 
     def _encode(self, view: LayerView) -> Store:
-        if view.expand is not None:
-            raise UnsupportedModelError(
-                "shadowkv factors the keys of several heads, but latent attention (MLA) caches one latent for all: choose"
-                " another method"
-            )
         half = view.keys.dtype if view.keys.dtype in (torch.float16, torch.bfloat16) else torch.float16
         buffers, firsts = {}, []
         for row, seen in enumerate(view.valid.any(1)):

@@ -79,6 +79,7 @@ class TurboQuant(Method):
         return self.block_tokens
 
     def fold(self, views: Sequence[LayerView]) -> list[Store]:
+        self.check_views(views)
         return [self._encode(view) for view in views]
 
     def recode(self, store: Store, view: LayerView) -> Store:

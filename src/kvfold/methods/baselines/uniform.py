@@ -49,6 +49,7 @@ class Uniform(Method):
         return self.block_tokens
 
     def fold(self, views: Sequence[LayerView]) -> list[Store]:
+        self.check_views(views)
         stores: list[Store] = []
         for view in views:
             layout = AffineLayout(
