@@ -391,6 +391,39 @@ def test_the_least_budget_that_is_told_is_enough(keep, options, tokens):
         XKV(keep=enough * 0.97, **options).check(tokens, 2, 16, 16)
 
 
+@pytest.mark.parametrize("tokens", [33, 40, 90])
+@pytest.mark.parametrize("chunk", [8, 29, 32, 64, 100])
+@pytest.mark.parametrize("keep", [0.3, 0.6, 1.0])
+def test_chunks_as_long_as_the_prompt_are_within_the_budget_or_refused(tokens, chunk, keep):
+    method = XKV(keep=keep, chunk=chunk, sparse_budget=chunk)
+    views = [view(seed=seed, tokens=tokens, pads=(0, tokens - 20)) for seed in range(2)]
+    whole = sum(method.exact_tokens(tokens)) == tokens
+    try:
+        stores = method.fold(views)
+    except BudgetError as error:
+        assert ("no whole chunk" in str(error)) == whole
+        with pytest.raises(BudgetError, match="no whole chunk" if whole else None):
+            method.check(tokens, 2, 16, 24)
+    else:
+        assert not whole
+        alone = method.fold([view(seed=seed, tokens=tokens) for seed in range(2)])
+        assert nbytes(alone) <= keep * sum(store.full_bytes for store in alone)
+        assert stores[0].tokens == tokens
+
+
+def test_a_prompt_of_no_whole_chunk_where_that_is_no_fault():
+    """Ranks alone leave such tokens as they are, and so does a later turn."""
+    sparse = dict(chunk=64, sparse_budget=64)
+    short = alike(tokens=40, seed=5)
+    halves = [replace(one, keys=one.keys.half(), values=one.values.half()) for one in short]
+    assert {store.kind for store in XKV(key_rank=4, value_rank=4, **PUBLISHED, **sparse).fold(halves)} == {
+        "dense"
+    }
+    first = XKV(keep=0.6, **sparse).fold(alike(tokens=300))
+    later = [replace(one, previous=(s, None)) for one, s in zip(short, first, strict=True)]
+    assert relative_error(short, XKV(keep=0.6, **sparse).fold(later)) == 0
+
+
 def test_windows_of_a_model():
     model = tiny_model("llama", num_hidden_layers=5)
     cache = fold(model, prompt(120), XKV(keep=0.4, layers=2, split=False))

@@ -109,6 +109,8 @@ class Window:
 
     def encode(self) -> Iterator[tuple[LowRankRow, dict[str, Tensor]]]:
         """For each layer what is not a tensor, and buffers; those of factors are the same for layers that share them."""
+        if not self.coded and self.method.budget is not None and self.real > self.method.shortest:
+            raise self.method.no_chunk(self.real)
         self._measure()
         blocks = self._blocks()
         self._grams.clear()

@@ -199,6 +199,8 @@ class XKV(Method):
                 )
         if self.budget is None:
             return
+        if sum(self.exact_tokens(tokens)) == tokens:
+            raise self.no_chunk(tokens)
         shape = tokens, kv_heads, key_dim, value_dim
         full = 2 * tokens * kv_heads * (key_dim + value_dim)
         have, least = self.budget.bytes(*shape), self._least(*shape)
@@ -211,6 +213,13 @@ class XKV(Method):
             have, least = larger.budget.bytes(*shape), larger._least(*shape)
         what = f"the budget is smaller than two components and their bases of a {tokens}-token prompt"
         raise BudgetError.of(what, max(have, least), full)
+
+    def no_chunk(self, tokens: int) -> BudgetError:
+        """What to say of a prompt whose tokens would all stay exact, since they fill no chunk."""
+        return BudgetError(
+            f"a {tokens}-token prompt has no whole chunk of {self.chunk} tokens to choose, so that all of it would stay exact,"
+            " beyond any budget: ask for a smaller chunk, or leave sparse_budget at 0, which reads all tokens"
+        )
 
     # ---- bytes ----
 
