@@ -1,11 +1,11 @@
 """Decode speed of a folded cache beside the full cache, in one process.
 
-    python benchmarks/decode.py MODEL TEXT results.json [--tokens 2048 4096 7168] [--keep 0.1]
+    python benchmarks/decode.py MODEL TEXT results.json [--tokens 2048 4096 7168] [--method rdkv:keep=0.1] [--plain]
 
 For each prompt length: seconds of the exact prefill, of the fold, and of one decoded token, from the full cache
 (transformers' DynamicCache, sdpa) and from the folded one, taken in turns so that both meet the same machine. Before it is
 timed, the folded cache is checked: its next-token distributions over the text's own continuation must stay near the full
-cache's (KL below 0.5 nats).
+cache's (KL below 0.5 nats). `--plain` also times the same fold read by plain torch, as without a C compiler.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 import kvfold
+from kvfold.cli.options import build_method
 from kvfold.evaluate.prefill import continue_logits, kl_divergence
 from kvfold.hf import CACHE_KEYWORD
 
@@ -46,14 +47,14 @@ def decode(model, cache, token: torch.Tensor) -> float:
 
 
 @torch.no_grad()
-def measure(model, ids: torch.Tensor, following: torch.Tensor, keep: float) -> dict:
+def measure(model, ids: torch.Tensor, following: torch.Tensor, method: str, plain: bool) -> dict:
     """One prompt length."""
     begin = time.perf_counter()
     full = DynamicCache(config=model.config)
     model(input_ids=ids, use_cache=True, logits_to_keep=1, **{CACHE_KEYWORD: full})
     prefill = time.perf_counter() - begin
     begin = time.perf_counter()
-    folded = kvfold.fold(model, ids, kvfold.RDKV(keep=keep))
+    folded = kvfold.fold(model, ids, build_method(method, {}, ()))
     fold = time.perf_counter() - begin - prefill
     folded.activate_past_recording()
     expected = model(input_ids=following, use_cache=True, **{CACHE_KEYWORD: full}).logits
@@ -61,19 +62,21 @@ def measure(model, ids: torch.Tensor, following: torch.Tensor, keep: float) -> d
     if kl > 0.5:
         raise SystemExit(f"the folded cache is wrong: KL {kl:.3f}")
     full.crop(-following.shape[1])
-    times: dict[str, list[float]] = {"full": [], "folded": []}
+    times: dict[str, list[float]] = {name: [] for name in ("full", "folded", *(["plain"] * plain))}
     for _ in range(ROUNDS):
-        for name, cache in (("full", full), ("folded", folded)):
-            times[name].append(decode(model, cache, following[:, :1]))
+        for name, own in times.items():
+            cache = full if name == "full" else folded
+            os.environ["KVFOLD_CPU_KERNEL"] = "0" if name == "plain" else "1"
+            own.append(decode(model, cache, following[:, :1]))
             cache.crop(-STEPS)
     result = {
         "tokens": ids.shape[1],
-        "keep": keep,
+        "method": method,
         "kl": kl,
         "prefill_seconds": prefill,
         "fold_seconds": fold,
-        "full_ms": 1e3 * min(times["full"]),
-        "folded_ms": 1e3 * min(times["folded"]),
+        **{f"{name}_ms": 1e3 * min(own) for name, own in times.items()},
+        **{f"{name}_rounds_ms": [1e3 * one for one in own] for name, own in times.items()},
         "full_bytes": folded.ledger().full_bytes,
         "folded_bytes": folded.ledger().total,
     }
@@ -95,14 +98,18 @@ def main() -> None:
     parser.add_argument("text")
     parser.add_argument("out")
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096, 7168])
-    parser.add_argument("--keep", type=float, default=0.1)
+    parser.add_argument("--method", default="rdkv:keep=0.1")
+    parser.add_argument("--plain", action="store_true")
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(
         args.model, dtype=torch.bfloat16, attn_implementation="sdpa"
     ).eval()
     ids = tokenizer(Path(args.text).read_text(), add_special_tokens=False, return_tensors="pt")["input_ids"]
-    rows = [measure(model, ids[:, :count], ids[:, count : count + 64], args.keep) for count in args.tokens]
+    rows = [
+        measure(model, ids[:, :count], ids[:, count : count + 64], args.method, args.plain)
+        for count in args.tokens
+    ]
     result = {
         "model": Path(args.model).name,
         "dtype": "bfloat16",

@@ -4,6 +4,7 @@
 // of the groups of channels.
 
 #include "floats.h"
+#include "rotated_groups.h"
 
 #include <stdlib.h>
 
@@ -12,15 +13,7 @@ enum { LANES = 32, MAX_DIM = 256, MAX_GROUPS = MAX_DIM / 2, ROWS = 4 };
 typedef float floats[LANES];
 typedef uint8_t bytes[LANES];
 
-static const int planes[9][4] = {{0}, {1}, {2}, {2, 1}, {4}, {4, 1}, {4, 2}, {4, 2, 1}, {8}};
-
-// As rotated_encode.py's _Group and _Arguments.
-typedef struct {
-    int64_t width, channels;
-    const float *rotation, *boundaries, *levels; // (channels, channels), (2^width - 1), (2^width)
-    double share;                                // of a unit vector's length, where the caller gives none
-} group;
-
+// As rotated_encode.py's _Arguments.
 typedef struct {
     int64_t rows, heads, tokens, dim, kind, threads;
     int64_t row_stride, head_stride, token_stride; // of x, in elements

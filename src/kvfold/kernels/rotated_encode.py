@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from functools import lru_cache
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,31 +15,18 @@ from torch import Tensor
 from kvfold.kernels.channel_sums import less, spans
 from kvfold.kernels.native import Native
 from kvfold.kernels.position_bias import turns
+from kvfold.kernels.rotated_groups import KINDS, MAX_DIM, groups_of
 from kvfold.kernels.triton_rotated_table import alike, serves
 
 if TYPE_CHECKING:
     from kvfold.codecs.rotated import RotatedCode
     from kvfold.stores.base import Rotary
 
-MAX_DIM = 256
-"""Channels that the C loop takes."""
-
-_KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _INTEGERS = (
     "rows heads tokens dim kind threads row_stride head_stride token_stride by_group keep_norm most_groups"
 )
 _INTEGERS += " code_bytes scales"
 _POINTERS = "count code_start scale_start groups x order shares codes norms"
-
-
-class _Group(ctypes.Structure):
-    """As rotated_encode.c's `group`."""
-
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in ("width", "channels")),
-        *((name, ctypes.c_void_p) for name in ("rotation", "boundaries", "levels")),
-        ("share", ctypes.c_double),
-    ]
 
 
 class _Arguments(ctypes.Structure):
@@ -96,7 +81,7 @@ def encode_heads(
     ValueError
         x holds NaN or infinity. On a GPU nothing waits to find out: the norms of such vectors are then not finite.
     """
-    if not alike(codes) or x.dtype not in _KINDS or x.numel() == 0:
+    if not alike(codes) or x.dtype not in KINDS or x.numel() == 0:
         return None
     if serves(x.device, codes):
         from kvfold.kernels import triton_rotated_encode
@@ -138,7 +123,7 @@ def _loop(
     rows, heads, tokens, dim = x.shape
     if x.stride(-1) != 1:
         x = x.contiguous()
-    tables = _tables(codes)
+    tables = groups_of(codes)
     packed = torch.empty(rows, tokens, sum(code.nbytes for code in codes), dtype=torch.uint8)
     norms = torch.empty(rows, tokens, sum(code.scales for code in codes))
     given = {
@@ -146,36 +131,14 @@ def _loop(
         "shares": None if shares is None else shares.float().contiguous(),
     }
     arguments = _Arguments(
-        rows=rows, heads=heads, tokens=tokens, dim=dim, kind=_KINDS[x.dtype], threads=torch.get_num_threads(),
+        rows=rows, heads=heads, tokens=tokens, dim=dim, kind=KINDS[x.dtype], threads=torch.get_num_threads(),
         row_stride=x.stride(0), head_stride=x.stride(1), token_stride=x.stride(2),
         by_group=codes[0].norms == "group", keep_norm=codes[0].keep_norm,
         most_groups=0 if shares is None else shares.shape[-1],
         code_bytes=packed.shape[-1], scales=norms.shape[-1],
-        count=tables.count.data_ptr(), code_start=tables.code_start.data_ptr(),
-        scale_start=tables.scale_start.data_ptr(), groups=ctypes.addressof(tables.groups),
-        x=x.data_ptr(), codes=packed.data_ptr(), norms=norms.data_ptr(),
+        x=x.data_ptr(), codes=packed.data_ptr(), norms=norms.data_ptr(), **tables.fields(),
         **{name: tensor.data_ptr() for name, tensor in given.items() if tensor is not None},
     )  # fmt: skip
     if NATIVE.library.kvfold_rotated_encode(ctypes.byref(arguments)):
         raise ValueError("x holds NaN or infinity; remove padding or masked positions before coding")
     return packed, norms
-
-
-class _Tables:
-    """What the loop reads about codes."""
-
-    def __init__(self, codes: tuple[RotatedCode, ...]):
-        groups, self._kept = [], []
-        for code in codes:
-            for (width, channels), (rotation, levels) in zip(code.groups, code.tables(torch.device("cpu"))):
-                boundaries = (levels[1:] + levels[:-1]) / 2
-                self._kept += [rotation := rotation.contiguous(), boundaries, levels]
-                pointers = rotation.data_ptr(), boundaries.data_ptr(), levels.data_ptr()
-                groups.append(_Group(width, channels, *pointers, (channels / code.dim) ** 0.5))
-        self.groups = (_Group * len(groups))(*groups)
-        self.count = torch.tensor([len(code.groups) for code in codes])
-        self.code_start = torch.tensor([0, *accumulate(code.nbytes for code in codes)])
-        self.scale_start = torch.tensor([0, *accumulate(code.scales for code in codes)])
-
-
-_tables = lru_cache(maxsize=64)(_Tables)

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from kvfold.codecs import logarithm
 from kvfold.codecs.rotated import RotatedCode, stored_norms
-from kvfold.kernels.position_bias import position_logits, turned_rows
+from kvfold.kernels import rotated_cpu
+from kvfold.kernels.position_bias import position_logits, turned_rows, turns
 from kvfold.kernels.reference import Part, soft_cap, softmax_part
 from kvfold.kernels.rotated_encode import encode_heads, in_spans
 from kvfold.kernels.transfer import sent
@@ -77,6 +78,7 @@ class RotatedStore(TokenwiseStore):
         "valid": "positions",
     }
     per_token = frozenset({"key_codes", "value_codes", "key_norms", "value_norms"})
+    _loop: rotated_cpu.StoreLoop | None = None
 
     @classmethod
     def encode(
@@ -156,6 +158,54 @@ class RotatedStore(TokenwiseStore):
         """First token that is there exactly, and the one after the last."""
         first = self.tokens - self.real_tokens[row]
         return first, first + min(self.layout.sinks, self.real_tokens[row])
+
+    def _attend_row(self, row: int, query: Tensor, context: AttendContext) -> Part:
+        found = self._in_one(row, query, context)
+        return super()._attend_row(row, query, context) if found is None else found
+
+    def attend_with_tail(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        context: AttendContext,
+        before: Part | None,
+        length: Tensor | None = None,
+    ) -> Part | None:
+        if length is not None or query.shape[0] != self.rows:
+            return None
+        parts = []
+        for row in range(self.rows):
+            own = None if before is None else (before[0][row], before[1][row])
+            part = self._in_one(row, query[row], context, (key[row], value[row]), own)
+            if part is None:
+                return None
+            parts.append(part)
+        output, lse = (torch.stack(part) for part in zip(*parts, strict=True))
+        return output, lse
+
+    def _in_one(
+        self,
+        row: int,
+        query: Tensor,
+        context: AttendContext,
+        tail: tuple[Tensor, Tensor] | None = None,
+        before: Part | None = None,
+    ) -> Part | None:
+        """Attention of query (heads, n, key_dim) over a row, a tail and what came before, by the C loop where it serves."""
+        if self._loop is None:
+            self._loop = rotated_cpu.StoreLoop(self.layout.keys, self.layout.values, self.buffers)
+        if context.expand is not None or not self._loop.serves(query):
+            return None
+        if tail is not None and not tail[0].dtype == tail[1].dtype == query.dtype:
+            return None
+        around = None
+        if "key_mean" in self.buffers and self.layout.turned:
+            rotary = rotary_for(True, context.rotary)
+            assert rotary is not None
+            around = turns(rotary, self.key_dim, self.tokens, self.layout.shifts[row], query.device)
+        sinks = self._sinks(row) if self.layout.sinks else (0, 0)
+        return self._loop.attend(row, query, context.scaling, context.softcap, sinks, around, tail, before)
 
     def _parts(self, row: int, query: Tensor, valid: Tensor | None, context: AttendContext) -> list[Part]:
         if not self.layout.sinks:
