@@ -75,15 +75,21 @@ def test_affine(bits, group):
     assert store.nbytes == ROWS * TOKENS * (HEADS * per_head + 1)
 
 
+@pytest.fixture(params=["C loop", "plain torch"])
+def reader(request, monkeypatch):
+    """What reads rotated codes on a CPU."""
+    monkeypatch.setenv("KVFOLD_CPU_KERNEL", str(int(request.param == "C loop")))
+
+
 @pytest.mark.parametrize("name", CODES)
-def test_rotated(name):
+def test_rotated(name, reader):
     store, *_ = rotated(name)
     assert_behaves(store, Turn())
 
 
 @pytest.mark.parametrize("name", CODES)
 @pytest.mark.parametrize("norm_bits", [8, 16])
-def test_sinks_are_exact(name, norm_bits, monkeypatch):
+def test_sinks_are_exact(name, norm_bits, monkeypatch, reader):
     store, keys, values = rotated(name, sinks=4, norm_bits=norm_bits)
     monkeypatch.setattr(RotatedStore, "block", 14)
     assert_behaves(store, Turn())

@@ -27,12 +27,13 @@ typedef uint8_t bytes[TILE];
 
 // Keys or values, as rotated_cpu.py's _Side. Row tensors begin with this row's part.
 typedef struct {
-    int64_t dim, by_group, most_groups, norm_kind, code_bytes, scales; // norm_kind: a kind of floats, or LOGARITHMS
+    int64_t dim, by_group, most_groups, norm_kind, share_kind, code_bytes, scales; // norm_kind may be LOGARITHMS
     const int64_t *count, *code_start, *scale_start; // of each head: groups, and where its part of a token begins
     const group *groups;                             // of all heads, one head after the other
     const uint8_t *codes;                            // (tokens, code_bytes)
     const void *norms;                               // (tokens, scales)
-    const float *units, *shares;                     // (scales) with logarithms; (heads, most_groups) or null
+    const float *units;                              // (scales) with logarithms
+    const void *shares;                              // (heads, most_groups) or null
     const void *sinks, *tail;                        // (heads, most_sinks | tail, dim), the tail of the query's kind
 } side;
 
@@ -243,7 +244,8 @@ static void levels_of(const bytes *packed, const place *at, const group *one, in
 static void scales_of(const arguments *a, const side *s, int64_t head, int64_t g, double even, int64_t start,
                       int64_t count, float *to) {
     int64_t at = s->scale_start[head] + (s->by_group ? g : 0);
-    float factor = s->by_group ? 1 : s->shares ? s->shares[head * s->most_groups + g] : (float)even;
+    float factor = s->by_group ? 1 : (float)even;
+    if (!s->by_group && s->shares) factor = number(s->shares, s->share_kind, head * s->most_groups + g);
     if (s->norm_kind == LOGARITHMS) {
         const uint8_t *norms = (const uint8_t *)s->norms + start * s->scales + at;
         factor *= s->units[at];

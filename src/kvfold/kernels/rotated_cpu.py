@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,7 +28,7 @@ MAX_QUERIES, MOST_QUERIES = 16, 128
 """Queries of a KV head that the loop takes at a time, and in all: where there are more, what plain torch unpacks is shared."""
 
 _LOGARITHMS = 3
-_SIDE_INTEGERS = "dim by_group most_groups norm_kind code_bytes scales"
+_SIDE_INTEGERS = "dim by_group most_groups norm_kind share_kind code_bytes scales"
 _SIDE_POINTERS = "count code_start scale_start groups codes norms units shares sinks tail"
 _INTEGERS = "heads queries tokens threads first stop tail"
 _INTEGERS += " order_bytes query_kind sink_kind mean_kind most_sinks"
@@ -80,14 +81,15 @@ class StoreLoop:
         values: tuple[RotatedCode, ...],
         buffers: Mapping[str, Tensor],
     ):
+        self.derived: list[Tensor] = []
+        """What the loop made of the buffers and keeps"""
         self._unserved = _unserved(keys, values, buffers)
         if self._unserved is not None:
             return
         kept = {name: tensor.contiguous() for name, tensor in buffers.items()}
-        kept |= {name: kept[name].float() for name in ("key_shares", "value_shares") if name in kept}
         self._buffers, self._sides = kept, {"key": keys, "value": values}
         self._groups = {name: groups_of(codes) for name, codes in self._sides.items()}
-        self._magnitudes = logarithm.decode(torch.arange(256), torch.ones(()))
+        self.derived += [tensor for name, tensor in kept.items() if tensor is not buffers[name]]
         self._rows: dict[int, _Arguments] = {}
 
     def problem(self) -> str | None:
@@ -104,7 +106,7 @@ class StoreLoop:
                 heads=len(keys), tokens=buffers["key_codes"].shape[1],
                 keys=self._side("key", own), values=self._side("value", own),
                 order=own.get("key_order"), order_bytes=0 if order is None else order.element_size(),
-                valid=own.get("valid"), magnitudes=self._magnitudes.data_ptr(),
+                valid=own.get("valid"), magnitudes=_magnitudes().data_ptr(),
                 mean=own.get("key_mean"), mean_kind=0 if mean is None else KINDS[mean.dtype],
                 sink_kind=0 if sinks is None else KINDS[sinks.dtype],
                 most_sinks=0 if sinks is None else sinks.shape[2],
@@ -121,6 +123,7 @@ class StoreLoop:
             dim=codes[0].dim, by_group=codes[0].norms == "group",
             most_groups=0 if shares is None else shares.shape[-1],
             norm_kind=_LOGARITHMS if f"{name}_units" in own else KINDS[norms.dtype],
+            share_kind=0 if shares is None else KINDS[shares.dtype],
             code_bytes=sum(code.nbytes for code in codes), scales=norms.shape[-1],
             **self._groups[name].fields(),
             **{part: own.get(f"{name}_{part}") for part in ("codes", "norms", "units", "shares", "sinks")},
@@ -199,6 +202,12 @@ class StoreLoop:
         if NATIVE.library.kvfold_rotated_attend(ctypes.byref(arguments)):
             raise MemoryError("attention over a folded cache ran out of memory")
         return output, lse
+
+
+@cache
+def _magnitudes() -> Tensor:
+    """What the codes of logarithms stand for, in units (256,)."""
+    return logarithm.decode(torch.arange(256), torch.ones(()))
 
 
 def _unserved(

@@ -114,6 +114,10 @@ class RotatedStore(TokenwiseStore):
 
         return RecordedStore.of(self) or self if RecordedStore.problem(self) is None else self
 
+    @property
+    def derived(self) -> list[Tensor]:
+        return [] if self._loop is None else list(self._loop.derived)
+
     # ---- blocks of tokens ----
 
     def _coordinates(self, name: str, row: int, span: slice, codes: tuple[RotatedCode, ...]) -> Tensor:
