@@ -5,7 +5,8 @@
 For each prompt length: seconds of the exact prefill, of the fold, and of one decoded token, from the full cache
 (transformers' DynamicCache, sdpa) and from the folded one, taken in turns so that both meet the same machine. Before it is
 timed, the folded cache is checked: its next-token distributions over the text's own continuation must stay near the full
-cache's (KL below 0.5 nats). Where others work on the machine, compare the seconds that processors worked. `--plain` also times the same fold read by plain torch, as without a C compiler.
+cache's (KL below 0.5 nats). Where others work on the machine, compare the seconds that processors worked. `--plain` also
+times the same fold read by plain torch, as without a C compiler.
 """
 
 from __future__ import annotations
