@@ -351,7 +351,7 @@ def check_shared_decoding():
         )
         for step in range(2):
             for layer, store in enumerate(stores):
-                query = torch.randn(2, one.sampled.shape[1], 1, store.key_dim).half()
+                query = torch.randn(2, one.sampled.shape[1], 1, store.key_dim).half() * 2
                 output, _ = decode.attend(store, query.to(DEVICE), context, moved)
                 made = rotary.shared(("chunks", store.buffers["key_factors.0"].data_ptr(), 0, None), dict)[
                     "last"
