@@ -1,14 +1,15 @@
 """KVSculpt beside its controls and rivals, at equal bytes: KL over generated tokens, error of every layer, seconds of a fold.
 
-    python benchmarks/kvsculpt.py MODEL OUT.jsonl TEXT... [--passages 8] [--keep .3 .5 .7] [--forms NAME...] [--seconds 300]
+    python benchmarks/kvsculpt.py MODEL OUT.jsonl TEXT... [--passages 8] [--keep .3 .5 .7] [--forms NAME...] [--together 8]
     python benchmarks/kvsculpt_table.py OUT.jsonl
 
 Of each text (.txt or .gz), the first --passages of eight spread evenly over it; each is read once and folded by every form.
 The 128 tokens after it are drawn from the full model (temperature 1, one seed a passage), which makes the mean KL(full || folded)
 that of whole continuations; the text's own next 128 are beside it. A layer's error is the mean squared difference that folding
 makes to its attention's output for the queries of the generated tokens, which no method has seen, with exact states before.
-Cells that tell most come first: every form for the first passage of each text at the first keep, then the others' keeps and
-passages for all but the forms in FIRST_ONLY. What OUT has already is not done again; after --seconds nothing new is begun.
+With --together so many passages of a text are the rows of one batch, which takes a GPU a fraction of the time; only the whole
+batch is timed then. Cells that tell most come first: every form for the first passages of each text at the first keep, then the others'
+keeps and passages for all but the forms in FIRST_ONLY. What OUT has already is not done again; after --seconds nothing new is begun.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import argparse
 import gzip
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,18 @@ from kvfold.cli.models import load_model
 from kvfold.evaluate.prefill import Prefill, continue_logits, kl_divergence
 from kvfold.evaluate.runner import hardware, versions
 from kvfold.kernels.reference import attend, merge
-from kvfold.methods import RDKV, AttentionMatching, BlockGTQ, KVSculpt, LayerView, Method, SelectFit, SnapKV
+from kvfold.methods import (
+    RDKV,
+    AttentionMatching,
+    BlockGTQ,
+    KVSculpt,
+    LayerView,
+    Method,
+    SelectFit,
+    SnapKV,
+    distil,
+    kvsculpt,
+)
 from kvfold.stores.base import AttendContext, Store
 
 NEXT = 128
@@ -102,8 +114,8 @@ def continuations(model: Any, prompts: Tensor, seeds: Sequence[int]) -> Tensor:
     return torch.cat(found, 1)
 
 
-class Passage:
-    """A prompt, what the full model goes on with and the text does, and the full model's logits of both."""
+class Passages:
+    """Prompts of a batch, what the full model goes on with and the texts do, and the full model's logits of both."""
 
     def __init__(self, model: Any, ids: Tensor, tokens: int, generated: Tensor, methods: Sequence[Method]):
         self.model, self.tokens = model, tokens
@@ -121,34 +133,48 @@ class Passage:
         seen = RDKV(keep=0.5, window=NEXT + 1, queries="window")
         self.later = Prefill(model, whole_ids, [seen]).views
 
-    def measure(self, method: Method) -> tuple[dict[str, Any], tuple[Store, ...]]:
-        """A fold's KL, loss, layers' errors, bytes and seconds, and what it made."""
+    def measure(self, method: Method) -> tuple[list[dict[str, Any]], tuple[Store, ...]]:
+        """Of each passage a fold's KL, loss, layers' errors, the batch's bytes and, of one alone, seconds; and what it made."""
         wait(self.model)
         wall, cpu = time.perf_counter(), time.process_time()
         cache = self.exact.fold(method)
         wait(self.model)
-        row: dict[str, Any] = {
+        seconds = {
             "seconds": round(time.perf_counter() - wall, 3),
             "cpu_seconds": round(time.process_time() - cpu, 2),
         }
-        row |= of_heads(cache.report[0].get("heads", ()))
         stores = tuple(layer.segments[0].store for layer in cache.folded_layers)
-        row["bytes"] = round(sum(store.nbytes for store in stores) / sum(s.full_bytes for s in stores), 5)
+        share = sum(store.nbytes for store in stores) / sum(store.full_bytes for store in stores)
+        told = cache.report[0].get("heads", ())
+        rows: list[dict[str, Any]] = []
+        for number in range(len(self.prompt)):
+            alone = seconds
+            if len(self.prompt) > 1:
+                alone = {"together": len(self.prompt), "batch_seconds": seconds["seconds"]}
+            heads = of_heads([head for head in told if head["row"] == number])
+            rows.append({**alone, **heads, "bytes": round(share, 5)})
         for name, following in self.following.items():
             logits = continue_logits(self.model, cache.fork(), following[:, :NEXT])
-            row[f"kl_{name}"] = float(kl_divergence(self.logits[name], logits).mean())
+            kl = kl_divergence(self.logits[name], logits).mean(1)
+            for row, each in zip(rows, kl.tolist(), strict=True):
+                row[f"kl_{name}"] = each
             if name == "text":
                 gold = following[:, 1:, None]
                 both = (self.logits[name].log_softmax(-1), logits.log_softmax(-1))
-                row["loss"] = float((both[0].gather(-1, gold) - both[1].gather(-1, gold)).mean())
+                loss = (both[0].gather(-1, gold) - both[1].gather(-1, gold)).flatten(1).mean(1)
+                for row, each in zip(rows, loss.tolist(), strict=True):
+                    row["loss"] = each
+        # (layers, passages, KV heads)
         errors = torch.stack([self._errors(view, store) for view, store in zip(self.later, stores)])
-        heads = errors.amax(1) / errors.amin(1).clamp_min(1e-30)
-        row["mse"], row["heads_apart"] = float(errors.mean()), float(heads.max())
-        row["layers"] = [float(f"{error:.3g}") for error in errors.mean(1).tolist()]
-        return row, stores
+        for number, row in enumerate(rows):
+            own = errors[:, number]
+            heads_apart = own.amax(1) / own.amin(1).clamp_min(1e-30)
+            row["mse"], row["heads_apart"] = float(own.mean()), float(heads_apart.max())
+            row["layers"] = [float(f"{error:.3g}") for error in own.mean(1).tolist()]
+        return rows, stores
 
     def _errors(self, view: LayerView, store: Store) -> Tensor:
-        """Mean squared output error of each KV head for the generated tokens' queries."""
+        """Mean squared output error of each passage's KV heads for the generated tokens' queries, (passages, kv_heads)."""
         query, tail = view.queries, slice(self.tokens, None)
         last = torch.arange(self.tokens, view.tokens, device=query.device)
         mask = (torch.arange(view.tokens, device=query.device) <= last[:, None])[None, None]
@@ -156,7 +182,7 @@ class Passage:
         own = attend(query, view.keys[:, :, tail], view.values[:, :, tail], view.scaling, mask[..., tail])
         context = AttendContext(view.scaling, None, None, view.rotary)
         folded, _ = merge([store.attend(query, None, context), own])
-        return (folded.float() - exact).square().view(view.keys.shape[1], -1).mean(1).cpu()
+        return (folded.float() - exact).square().view(*view.keys.shape[:2], -1).mean(2).cpu()
 
 
 def of_heads(heads: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -192,7 +218,7 @@ def passages(tokenizer: Any, texts: list[Path], count: int, tokens: int) -> dict
 
 
 def write(out: Path, row: dict[str, Any]) -> None:
-    shown = {name: row[name] for name in ("text", "passage", "keep", "form", "bytes", "seconds")}
+    shown = {name: row.get(name) for name in ("text", "passage", "keep", "form", "bytes", "seconds")}
     print(shown, f"KL {row['kl_generated']:.5f} {row['kl_text']:.5f} mse {row['mse']:.2e}", flush=True)
     with out.open("a", encoding="utf-8") as handle:
         handle.write(json.dumps(row) + "\n")
@@ -209,9 +235,13 @@ def main() -> None:
     parser.add_argument("--passages", type=int, default=8)
     parser.add_argument("--keep", type=float, nargs="+", default=[0.3, 0.5, 0.7])
     parser.add_argument("--forms", nargs="+", choices=list(FORMS), default=list(FORMS))
+    parser.add_argument("--together", type=int, default=1, help="passages of a text in one batch")
     parser.add_argument("--seconds", type=float, default=float("inf"))
     args = parser.parse_args()
     end = time.monotonic() + args.seconds
+    # A batch has as much more room as it has more rows, so that its heads still go together.
+    for of, name in ((kvsculpt, "SLICE_BYTES"), (distil, "WEIGHTS_BYTES")):
+        setattr(of, name, tuple(size * args.together for size in getattr(of, name)))
     model, tokenizer = load_model(args.model)
     done = set()
     if args.out.exists():
@@ -229,51 +259,53 @@ def main() -> None:
     methods = [make(keep) for keep in args.keep for make in FORMS.values()]
     ids = passages(tokenizer, args.texts, args.passages, args.tokens)
     ids = {where: each.to(model.device) for where, each in ids.items()}
-    together = len(ids) if model.device.type == "cuda" else 1
+    at_once = len(ids) if model.device.type == "cuda" else 1
     generated: dict[tuple[int, str], Tensor] = {}
-    read: dict[tuple[int, str], Passage] = {}
+    read: dict[tuple[int, str], Passages] = {}
 
-    def passage(where: tuple[int, str]) -> Passage:
-        if where not in generated:
-            some = [where] if together == 1 else list(ids)
+    def passage(first: int, text: str) -> Passages:
+        """Those of a text from the first on that go together."""
+        own = [where for where in ids if where[1] == text][first : first + args.together]
+        if own[0] not in generated:
+            some = own if at_once == 1 else list(ids)
             prompts = torch.cat([ids[each][:, : args.tokens] for each in some])
-            found = continuations(model, prompts, [number for number, _ in some]).split(1)
-            generated.update(zip(some, found, strict=True))
-        if where not in read:
+            for part in range(0, len(some), at_once):
+                each = slice(part, part + at_once)
+                found = continuations(model, prompts[each], [number for number, _ in some[each]]).split(1)
+                generated.update(zip(some[each], found, strict=True))
+        if own[0] not in read:
             if len(read) == len(args.texts):
                 del read[next(iter(read))]
-            read[where] = Passage(model, ids[where], args.tokens, generated[where], methods)
-        return read[where]
+            whole, after = (torch.cat([of[where] for where in own]) for of in (ids, generated))
+            read[own[0]] = Passages(model, whole, args.tokens, after, methods)
+        return read[own[0]]
 
-    def told(where: tuple[int, str], keep: float, form: str, method: Method) -> tuple[Store, ...]:
-        found, stores = passage(where).measure(method)
-        done.add((about["model"], where[1], where[0], keep, form))
-        write(args.out, {"text": where[1], "passage": where[0], "keep": keep, "form": form, **found, **about})
+    def told(first: int, text: str, keep: float, form: str, method: Method) -> tuple[Store, ...]:
+        found, stores = passage(first, text).measure(method)
+        for number, row in enumerate(found, first):
+            done.add((about["model"], text, number, keep, form))
+            write(args.out, {"text": text, "passage": number, "keep": keep, "form": form, **row, **about})
         return stores
 
-    for number in range(args.passages):
+    def missing(first: int, keep: float, form: str) -> Iterator[str]:
+        """Texts whose passages do not all have a row, while there is time."""
+        numbers = range(first, min(first + args.together, args.passages))
+        cells = {text: [(about["model"], text, n, keep, form) for n in numbers] for _, text in ids}
+        return (text for text, own in cells.items() if time.monotonic() < end and not done.issuperset(own))
+
+    for first in range(0, args.passages, args.together):
         for keep in args.keep:
             for form in args.forms:
-                if (number or keep != args.keep[0]) and form in FIRST_ONLY:
+                if (first or keep != args.keep[0]) and form in FIRST_ONLY:
                     continue
-                for where in ids:
-                    if where[0] != number or (about["model"], where[1], number, keep, form) in done:
-                        continue
-                    if time.monotonic() > end:
-                        return
-                    stores = told(where, keep, form, FORMS[form](keep))
+                for text in missing(first, keep, form):
+                    stores = told(first, text, keep, form, FORMS[form](keep))
                     for bits in CODES if form == "kvsculpt" else ():
-                        told(
-                            where,
-                            keep,
-                            f"kvsculpt >> {bits} bits",
-                            Done(stores=stores) >> BlockGTQ(bits=bits),
-                        )
-        for where in ids:
-            for bits in CODES:
-                alone = (about["model"], where[1], number, 1.0, f"{bits} bits")
-                if where[0] == number and alone not in done and time.monotonic() < end:
-                    told(where, 1.0, f"{bits} bits", BlockGTQ(bits=bits))
+                        coded = Done(stores=stores) >> BlockGTQ(bits=bits)
+                        told(first, text, keep, f"kvsculpt >> {bits} bits", coded)
+        for bits in CODES:
+            for text in missing(first, 1.0, f"{bits} bits"):
+                told(first, text, 1.0, f"{bits} bits", BlockGTQ(bits=bits))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvfold.methods.baselines.select_fit import SelectFit
 from kvfold.methods.fit import Target, bounded_least_squares, ridge_values, zones
+from kvfold.methods.pieces import slices
 from kvfold.stores.base import Kept
 
 TOGETHER_BYTES = 1 << 30
@@ -70,17 +71,20 @@ class AttentionMatching(SelectFit):
     def biased(self) -> bool:
         return True
 
-    def _fit_heads(self, heads: Callable[[], Iterator[Target]], count: int) -> list[Kept]:
-        problems = [self._mass(target, count) for target in heads()]
+    def _fit_heads(self, heads: Callable[[], Iterator[tuple[Target, int]]]) -> list[Kept]:
+        problems = [self._mass(target, count) for target, count in heads()]
         low, high = math.exp(-self.bound), math.exp(self.bound)
         weights: list[Tensor] = []
-        # Steps are many and small: all heads take them together, where they are of one size and that is not much.
-        one_by_one = len({len(problem.moment) for problem in problems}) > 1
-        one_by_one |= sum(problem.gram.nbytes for problem in problems) > TOGETHER_BYTES
-        for some in [[problem] for problem in problems] if one_by_one else [problems]:
+        # Steps are many and small: heads of one size take them together, as many as memory allows.
+        sizes = [len(problem.moment) for problem in problems]
+        for part in slices(sizes, [problem.gram.nbytes for problem in problems], sizes, TOGETHER_BYTES):
+            some = problems[part]
             gram, moment = (torch.stack([getattr(p, name) for p in some]) for name in ("gram", "moment"))
             weights.extend(bounded_least_squares(gram, moment, low, high))
-        return [self._with_biases(*each) for each in zip(heads(), problems, weights, strict=True)]
+        return [
+            self._with_biases(target, problem, weight)
+            for (target, _), problem, weight in zip(heads(), problems, weights, strict=True)
+        ]
 
     def _mass(self, target: Target, count: int) -> Mass:
         """Attention mass of all tokens, from those chosen."""

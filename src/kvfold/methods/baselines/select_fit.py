@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import torch
@@ -104,17 +103,25 @@ class SelectFit(Method):
         return [self._fold_layer(view) for view in views]
 
     def _fold_layer(self, view: LayerView) -> Store:
-        key_dim, value_dim = view.keys.shape[-1], view.values.shape[-1]
-        rows = []
-        for row, real in enumerate(view.real_tokens):
-            count = real if real <= self.shortest else self._count(real, view.tokens, key_dim, value_dim)
-            rows.append(self._fit_heads(partial(targets, view, row, self.window, self.horizon), count))
+        kv_heads, key_dim, value_dim = view.keys.shape[1], view.keys.shape[-1], view.values.shape[-1]
+        counts = [
+            real if real <= self.shortest else self._count(real, view.tokens, key_dim, value_dim)
+            for real in view.real_tokens
+        ]
+
+        def heads() -> Iterator[tuple[Target, int]]:
+            for row, count in enumerate(counts):
+                for target in targets(view, row, self.window, self.horizon):
+                    yield target, count
+
+        kept = iter(self._fit_heads(heads))
+        rows = [[next(kept) for _ in range(kv_heads)] for _ in counts]
         layout = WeightedLayout(view.tokens, view.real_tokens)
         return WeightedStore.build(layout, rows, view.keys.dtype)
 
-    def _fit_heads(self, heads: Callable[[], Iterator[Target]], count: int) -> list[Kept]:
-        """Fit the KV heads of one row; they are large, so that one at a time is held."""
-        return [self._fit(target, count) for target in heads()]
+    def _fit_heads(self, heads: Callable[[], Iterator[tuple[Target, int]]]) -> list[Kept]:
+        """Fit the KV heads of all rows, each to its count; they are large, so that one at a time is held."""
+        return [self._fit(target, count) for target, count in heads()]
 
     def _fit(self, target: Target, count: int) -> Kept:
         """Fit one KV head."""
