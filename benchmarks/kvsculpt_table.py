@@ -3,11 +3,12 @@
     python benchmarks/kvsculpt_table.py OUT.jsonl...
 
 KL is that of generated tokens / of the text's own, in nats, by text and over all passages; "loss" is that of the text's own.
-"of ..." are quotients of summed KL over the passages that both forms have, below 1 where the form is better. "layers" is the
-largest layer's mean squared error over the smallest's, its geometric mean over passages; "seconds" their median, since the
-first fold on a GPU compiles (a CPU's are processor seconds). "kept keys": heads whose keys stayed those of tokens, since held-out queries wanted that.
-Rows marked "shared" are of a run that shared its GPU with others: they have no seconds. Its generated tokens are other draws, so
-no quotient is one of a row so marked and one that is not.
+"of ..." are quotients of summed KL over the passages that both forms have, below 1 where the form is better; in brackets the
+largest of any one passage. "layers" is the largest layer's mean squared error over the smallest's, of those that lost anything,
+its geometric mean over passages; "seconds" their median, since the first fold on a GPU compiles (a CPU's are processor
+seconds). "kept keys": heads whose keys stayed those of tokens, since held-out queries wanted that. Passages that went together
+have no seconds of their own, nor do rows marked "shared", of a run that shared its GPU with others. Generated tokens are other
+draws in each run, so no quotient is one of a row so marked and one that is not.
 """
 
 from __future__ import annotations
@@ -33,6 +34,12 @@ def both(rows: list[Row]) -> str:
     return " / ".join(f"{fmean(row[name] for row in rows):.4f}" for name in ("kl_generated", "kl_text"))
 
 
+def apart(layers: list[float]) -> float:
+    """Largest over smallest, of layers that lost anything."""
+    most = max(layers)
+    return most / min(error for error in layers if error > 1e-8 * most)
+
+
 def cell(row: Row) -> tuple[Any, ...]:
     return row["text"], row["passage"], row.get("shared", False)
 
@@ -44,7 +51,8 @@ def quotient(rows: list[Row], others: list[Row], names: tuple[str, ...] = ("kl_g
     if not pairs:
         return ""
     sums = [[sum(row[name] for row in column) for column in zip(*pairs, strict=True)] for name in names]
-    return " / ".join(f"{own / other:.2f}" for own, other in sums)
+    most = [max(own[name] / other[name] for own, other in pairs) for name in names]
+    return " / ".join(f"{own / other:.2f} ({m:.2f})" for (own, other), m in zip(sums, most, strict=True))
 
 
 def table(rows: list[Row]) -> str:
@@ -58,7 +66,7 @@ def table(rows: list[Row]) -> str:
     head += ["mse", "layers", "seconds", "kept keys"]
     lines = [head, ["---"] * len(head)]
     for form, own in forms.items():
-        layers = [max(row["layers"]) / max(min(row["layers"]), 1e-30) for row in own]
+        layers = [apart(row["layers"]) for row in own]
         line = [form, str(len(own)), f"{fmean(row['bytes'] for row in own):.3f}"]
         for text in texts:
             some = [row for row in own if row["text"] == text]
