@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from kvfold import KIVI, RDKV, PublishedRDKV, SnapKV, attach, fold
+from kvfold import KIVI, RDKV, PublishedRDKV, SnapKV, attach, fold, make_method
 from kvfold.errors import BudgetError, CacheMismatchError, KvfoldError, NonFiniteError, UnsupportedModelError
 from kvfold.hf import CACHE_KEYWORD, FoldedCache, bridge
 from kvfold.hf.layer import Segment
@@ -499,6 +499,43 @@ def test_overflow_names_the_layer(method, states):
         with torch.no_grad():
             weight.copy_(saved)
     assert not bridge.installed()
+
+
+@pytest.mark.parametrize("name", ["select-fit", "kvsculpt", "attention-matching"])
+def test_tokens_below_those_that_stay_are_told_in_tokens(name):
+    with pytest.raises(BudgetError, match=r"at least tokens=13 is needed"):
+        fold(tiny_model("llama"), prompt(100), make_method(name, tokens=12, sinks=4, window=8))
+    fold(tiny_model("llama"), prompt(100), make_method(name, tokens=13, sinks=4, window=8))
+
+
+@pytest.mark.parametrize("states", ["k", "v"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        KVSculpt(keep=0.5, window=6),
+        KVSculpt(keep=0.5, window=6, steps=0, chunk=30, heads="uniform"),
+        KVSculpt(keep=0.5, window=6, steps=1, cascade=True),
+        KVSculpt(keep=0.5, window=6, steps=1) >> BlockGTQ(bits=4),
+        *(make_method(name, keep=0.5, window=6) for name in ("select-fit", "attention-matching", "snapkv")),
+        XKV(keep=0.5),
+    ],
+    ids=lambda method: method.name,
+)
+def test_a_float32_model_beyond_float16(method, states):
+    """Sixteen bits are then those of bfloat16."""
+    model, ids = tiny_model("llama"), prompt(100)
+    weight = getattr(model.model.layers[1].self_attn, f"{states}_proj").weight
+    with torch.no_grad():
+        weight.mul_(1e6)
+    try:
+        cache = fold(model, ids, method)
+        with torch.no_grad():
+            logits = model(prompt(3, seed=2), **{CACHE_KEYWORD: cache}).logits
+    finally:
+        with torch.no_grad():
+            weight.div_(1e6)
+    assert logits.isfinite().all()
+    assert cache.ledger().folded_ratio <= 0.5
 
 
 @pytest.mark.parametrize("name", ["bloom", "falcon"])

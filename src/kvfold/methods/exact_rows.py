@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from kvfold.stores.lowrank import encode
+from kvfold.stores.sixteen import narrow
 from kvfold.stores.trizone import position_dtype
 
 if TYPE_CHECKING:
@@ -58,7 +59,5 @@ def exact_rows(
         if chooses or method.choice != "window":
             parts |= encode.landmarks(marks)
     for name, states in (("exact_keys", keys), ("exact_values", values)):
-        parts[name] = encode.narrow(
-            states.gather(1, index[..., None].expand(-1, -1, states.shape[-1])), dtype
-        )
+        parts[name] = narrow(states.gather(1, index[..., None].expand(-1, -1, states.shape[-1])), dtype)
     return parts

@@ -23,7 +23,7 @@ from kvfold.methods.fit import future_queries
 from kvfold.methods.scores import keys_for_scores
 from kvfold.methods.subspace import leading, orthonormal
 from kvfold.stores.lowrank import Factor, LowRankRow, LowRankStore, encode
-from kvfold.stores.lowrank.encode import narrow
+from kvfold.stores.sixteen import half, narrow
 
 if TYPE_CHECKING:
     from kvfold.methods.xkv import XKV
@@ -105,7 +105,7 @@ class Window:
         self.heads, self.dims = view.keys.shape[1], (view.keys.shape[-1], view.values.shape[-1])
         self.ranks = method.key_rank or sys.maxsize, method.value_rank or sys.maxsize
         self._grams: list[Tensor | None] = [None, None]
-        self.half = view.keys.dtype if view.keys.dtype in (torch.float16, torch.bfloat16) else torch.float16
+        self.half = half(view.keys.dtype)
 
     def encode(self) -> Iterator[tuple[LowRankRow, dict[str, Tensor]]]:
         """For each layer what is not a tensor, and buffers; those of factors are the same for layers that share them."""
@@ -246,9 +246,9 @@ class Window:
         )
         # Queries left out would have met the neighbours of the tokens that those in the sample meet.
         stride = int(index[1] - index[0]) if len(index) > 1 else 1
-        half = min(stride // 2, self.real - 1)
-        if half:
-            squares = avg_pool1d(pad(squares, (half, half), mode="reflect"), 2 * half + 1, 1)
+        reach = min(stride // 2, self.real - 1)
+        if reach:
+            squares = avg_pool1d(pad(squares, (reach, reach), mode="reflect"), 2 * reach + 1, 1)
         squares = squares[0, :, self.sinks : self.sinks + self.coded]
         weights = (squares / squares.mean(1, keepdim=True).clamp_min(1e-30)) ** self.method.flatten
         return (weights / weights.mean(1, keepdim=True).clamp_min(1e-30)).mean(0).clamp_min(1e-6)

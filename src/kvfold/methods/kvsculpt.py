@@ -32,7 +32,6 @@ from kvfold.methods.pieces import (
     Piece,
     Problem,
     Standing,
-    half,
     packed,
     shares,
     slices,
@@ -41,6 +40,7 @@ from kvfold.methods.pieces import (
 from kvfold.methods.queries import Source, Training, first_reading, repeated, training
 from kvfold.methods.work import Work
 from kvfold.stores.base import Store
+from kvfold.stores.sixteen import half
 from kvfold.stores.weighted import WeightedLayout, WeightedStore
 
 logger = logging.getLogger(__name__)
@@ -430,7 +430,8 @@ class KVSculpt(SelectFit):
             keep_better(solver.x.view_as(best))
             meter.add(now * tokens)
 
-        dtype = half(view)
+        # Keys that left float16 are beyond it, unless the tokens' own are.
+        dtype = half(view.keys.dtype, batch.keys)
         cast = best.to(dtype).float()
         sound = cast.isfinite().flatten(1).all(1)
         cast = torch.where(sound[:, None, None], cast, batch.keys.to(dtype).float())
@@ -443,11 +444,12 @@ class KVSculpt(SelectFit):
                     problem.piece.head.head,
                 )
         values = batch.solve(cast, self.ridge, towards, everything=True) if last else batch.values
+        wide = half(dtype, values)
         return [
             Distilled(
                 problem.chosen,
                 cast[i, :count].to(dtype),
-                values[i, :count].to(dtype),
+                values[i, :count].to(wide),
                 errors[i],
                 sound[i],
                 problem.scores[: 0 if last else None],

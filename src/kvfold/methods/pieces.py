@@ -73,11 +73,10 @@ class Head:
         chosen = [part.chosen.to(positions.device) for part in parts]
         own = positions[self.stays]
         keys, values = self.view.keys[self.row, self.head], self.view.values[self.row, self.head]
-        dtype = half(self.view)
         return Kept(
             positions[torch.cat([*chosen, self.stays])],
-            torch.cat([*(part.keys.to(keys.device) for part in parts), keys[own].to(dtype)]),
-            torch.cat([*(part.values.to(keys.device) for part in parts), values[own].to(dtype)]),
+            torch.cat([*(part.keys.to(keys.device) for part in parts), keys[own]]),
+            torch.cat([*(part.values.to(keys.device) for part in parts), values[own]]),
         )
 
 
@@ -190,11 +189,6 @@ class Distilled:
         keys = keys.clone()
         keys[both] = self.keys[torch.searchsorted(self.chosen, chosen[both])].to(keys.dtype)
         return keys
-
-
-def half(view: LayerView) -> torch.dtype:
-    """The dtype that a layer is stored in."""
-    return view.keys.dtype if view.keys.dtype in (torch.float16, torch.bfloat16) else torch.float16
 
 
 def shares(count: int, scores: Sequence[Tensor]) -> list[int]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvfold.kernels.reference import Part, merge, soft_cap, softmax_part
 from kvfold.stores.base import AttendContext, Kept, Rotary, Store
+from kvfold.stores.sixteen import narrow
 from kvfold.stores.tokenwise import attend_rows, rotary_for
 from kvfold.stores.trizone import position_dtype
 
@@ -150,23 +151,18 @@ class ShadowStore(Store):
         others = order[:, outlier_chunks:].sort(-1).values
         number = position_dtype(tokens)
 
-        def narrow(x: Tensor) -> Tensor:
-            # Factors are longer than the keys that they make.
-            beyond = bool((x.abs() > torch.finfo(dtype).max).any())
-            return x.to(torch.bfloat16 if beyond else dtype).contiguous().clone()
-
         def chosen(x: Tensor, index: Tensor) -> Tensor:
             return x[torch.arange(heads, device=x.device)[:, None], index]
 
         return {
-            "factors": narrow(flat @ vectors),
-            "basis": narrow(vectors.t().reshape(-1, heads, dim).transpose(0, 1)),
-            "landmarks": narrow(chosen(marks, others)),
+            "factors": narrow(flat @ vectors, dtype),
+            "basis": narrow(vectors.t().reshape(-1, heads, dim).transpose(0, 1), dtype),
+            "landmarks": narrow(chosen(marks, others), dtype),
             "landmark_chunks": others.to(number),
-            "outlier_keys": narrow(chosen(grouped, outliers)),
+            "outlier_keys": narrow(chosen(grouped, outliers), dtype),
             "outlier_chunks": outliers.to(number),
-            "local_keys": narrow(keys[:, inside:]),
-            "values": narrow(values),
+            "local_keys": narrow(keys[:, inside:], dtype),
+            "values": narrow(values, dtype),
         }
 
     # ---- attention ----

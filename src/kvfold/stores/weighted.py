@@ -17,6 +17,7 @@ from kvfold.kernels.dense_decode import Exact
 from kvfold.kernels.ragged_decode import Ragged
 from kvfold.kernels.reference import Part, attend, merge, soft_cap, softmax_part
 from kvfold.stores.base import AttendContext, Kept, Rotary, Store
+from kvfold.stores.sixteen import half
 from kvfold.stores.tokenwise import attend_rows
 from kvfold.stores.trizone import position_dtype
 
@@ -105,20 +106,21 @@ class WeightedStore(Store):
         heads : (rows, kv_heads) of Kept
             All with a bias, or none.
         dtype : torch.dtype
-            Of the model; float32 states are stored as float16.
+            Of the model; float32 states are stored as float16, and what that cannot hold as bfloat16.
         """
-        half = dtype if dtype in (torch.float16, torch.bfloat16) else torch.float16
         flat = [kept for row in heads for kept in row]
         counts = [[len(kept.positions) for kept in row] for row in heads]
+        keys, values = (torch.cat([getattr(kept, name) for kept in flat]) for name in ("keys", "values"))
+        wide = half(dtype, keys, values)
         buffers = {
             "counts": torch.tensor(counts, dtype=torch.int32, device=flat[0].keys.device),
             "positions": torch.cat([kept.positions for kept in flat]).to(position_dtype(layout.tokens)),
-            "keys": torch.cat([kept.keys for kept in flat]).to(half),
-            "values": torch.cat([kept.values for kept in flat]).to(half),
+            "keys": keys.to(wide),
+            "values": values.to(wide),
         }
         biases = [kept.bias for kept in flat if kept.bias is not None]
         if biases:
-            buffers["bias"] = torch.cat(biases).to(half)
+            buffers["bias"] = torch.cat(biases).to(wide)
         return cls(layout, buffers)
 
     @staticmethod

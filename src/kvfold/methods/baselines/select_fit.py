@@ -96,6 +96,8 @@ class SelectFit(Method):
                 f" {self.window} newest tokens, which stay exact (fewer with a smaller window)"
             )
             least = (self.shortest + 1) * each + 4
+            if self.tokens is not None:
+                raise BudgetError(f"{what}: at least tokens={self.shortest + 1} is needed")
             raise BudgetError.of(what, least, 2 * tokens * (key_dim + value_dim))
 
     def fold(self, views: Sequence[LayerView]) -> list[Store]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvfold.kernels.wide_encode import encode
 from kvfold.stores.lowrank.layout import Factor, landmark_code, vector_code
+from kvfold.stores.sixteen import narrow
 
 
 def factors(name: str, pieces: Iterable[Tensor], factor: Factor, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -53,9 +54,3 @@ def landmarks(marks: Tensor) -> dict[str, Tensor]:
     code = landmark_code(marks.shape[-1])
     codes, scales = encode(code.rotate(marks), code)
     return {"landmarks": codes, "landmark_scales": scales}
-
-
-def narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A 16-bit copy, in bfloat16 where the wanted dtype is too narrow."""
-    beyond = bool((x.abs() > torch.finfo(dtype).max).any())
-    return x.to(torch.bfloat16 if beyond else dtype).contiguous().clone()
