@@ -179,6 +179,17 @@ def test_repeated_queries_do_not_see_padding():
             assert torch.allclose(one[1], two[1], atol=1e-5)
 
 
+def test_padding_takes_no_position_when_read_again():
+    """A padded row has the queries that it has alone."""
+    model, ids = tiny_model("llama"), prompt(60, batch=2)
+    padded, mask = left_pad(ids, [23, 0])
+    together = repeated(views_of(model, padded, mask, sampled=60), 60, 64)
+    alone = repeated(views_of(model, ids[:1, 23:], sampled=60), 60, 64)
+    for (view, beside), (other, its) in zip(together, alone, strict=True):
+        for one, two in ((view.sampled, other.sampled), *zip(beside, its, strict=True)):
+            assert torch.allclose(one[:1, :, 23:], two, atol=1e-4)
+
+
 def test_a_fold_for_repeated_queries_has_its_bytes():
     model, ids = tiny_model("llama"), prompt(90)
     method = KVSculpt(keep=0.4, sinks=2, window=6, horizon=16, steps=2)

@@ -208,7 +208,9 @@ def repeated(views: Sequence[LayerView], sampled: int, span: int) -> list[tuple[
     starts = torch.arange(spans, device=first.keys.device) * max(tokens - span, 0) // max(spans - 1, 1)
     index = (starts[:, None] + torch.arange(min(span, tokens), device=starts.device)).flatten()
     step = torch.arange(len(index), device=index.device)
-    positions = first.positions[:, -1:] + 1 + step % min(span, tokens)
+    # Padding in a span takes no position: a row is read again as it would be alone.
+    real = first.valid.any(1)[:, index].unflatten(1, (spans, -1))
+    positions = first.positions[:, -1:] + (real.cumsum(2).clamp_min(1)).flatten(1)
     own = (step[:, None] >= step) & (step[:, None] // min(span, tokens) == step // min(span, tokens))
     of_layer = {view.layer_idx: view for view in views}
     found = {}
