@@ -31,7 +31,7 @@ _EXPORTS = {
     "KVSculpt": "kvfold.methods",
 }
 
-_ROOMS = ("evaluate",)
+_ROOMS = ("artifact", "evaluate")
 """Packages that `import kvfold` alone reaches."""
 
 __all__ = [
@@ -50,6 +50,7 @@ __all__ = [
     "PublishedRDKV",
     "SnapKV",
     "__version__",
+    "artifact",
     "attach",
     "evaluate",
     "fold",
@@ -62,6 +63,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     # "as" makes each a public name for type checkers, which cannot see `__getattr__`.
+    from kvfold import artifact as artifact
     from kvfold import evaluate as evaluate
     from kvfold.api import attach as attach
     from kvfold.api import fold as fold
