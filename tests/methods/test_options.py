@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import fields
 from typing import Literal, get_args, get_origin, get_type_hints
 
@@ -47,6 +48,26 @@ def test_an_option_of_another_kind_is_named(name, option, value):
 def test_there_are_cases_of_every_kind():
     assert len(CASES) > 200
     assert {type(value) for _, _, value in CASES} >= {str, float, int, bool, tuple}
+
+
+NUMBERS = [
+    (name, field.name)
+    for name, cls in METHODS.items()
+    for field in fields(cls)
+    if name != "rdkv" and float in (kind := get_type_hints(cls)[field.name], *get_args(kind))
+]
+
+
+@pytest.mark.parametrize(("name", "option"), NUMBERS)
+def test_not_a_number_is_refused(name, option):
+    for needed in ({}, {"keep": 0.5}, {"bits": 4}):
+        with contextlib.suppress(ValueError):
+            make_method(name, **needed)
+            break
+    else:
+        pytest.fail(f"{name} needs more than these options")
+    with pytest.raises(ValueError, match=option):
+        make_method(name, **(needed | {option: float("nan")}))
 
 
 def test_right_values_pass():

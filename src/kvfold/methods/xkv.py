@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from math import ceil
+from math import ceil, inf
 from typing import Literal
 
 import torch
@@ -145,8 +145,8 @@ class XKV(Method):
             any(border < 1 for border in self.borders) or sorted(set(self.borders)) != list(self.borders)
         ):
             raise ValueError(f"borders must be ascending layers from 1 on, got {self.borders}")
-        if self.basis_bits not in (8, 16):
-            raise ValueError(f"basis_bits must be 8 or 16, got {self.basis_bits}")
+        if not 0 <= self.flatten < inf:
+            raise ValueError(f"flatten must be at least 0 and finite, got {self.flatten}")
         if min(self.sinks, self.recent, self.sparse_budget, self.outlier_chunks) < 0:
             raise ValueError("sinks, recent, sparse_budget and outlier_chunks must not be negative")
         if min(self.sampled, self.horizon, self.chunk) < 1:
