@@ -91,7 +91,7 @@ def test_a_folder_that_cannot_be_written_does_not_stop_the_fold(tmp_path, caplog
     model, ids = tiny_model("llama"), prompt(120)
     work = SavedWork(tmp_path / "file" / "parts", model, ids, METHOD)
     same(fold(model, ids, METHOD), fold(model, ids, METHOD, work=work))
-    assert "begins anew" in caplog.text and work.parts == []
+    assert caplog.text.count("begins anew") == 1 and work.parts == []
 
 
 def test_later_turns_do_not_take_the_prompts_parts(tmp_path):

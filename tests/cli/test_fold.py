@@ -164,6 +164,7 @@ def test_too_long_a_document(kvfold, model_folder, tmp_path):
         (["lamp.txt", "--device", "tpu"], "--device tpu: choose from"),
         (["lamp.txt", "-o", "nowhere/lamp.kvf"], "no folder nowhere"),
         (["lamp.txt", "-o", "."], "a folder"),
+        (["lamp.txt", "--keep", "0.1", "-o", "/proc/lamp.kvf"], "/proc cannot be written"),
         (["-"], "-o FILE"),
     ],
 )

@@ -122,6 +122,19 @@ def _local(path: str) -> Iterator[IO[bytes]]:
     _sync_folder(folder)
 
 
+def check_folder(folder: str | os.PathLike[str]) -> None:
+    """Raise ArtifactError unless a local folder takes a new file, which is tried: permissions do not tell of all that may stop it."""
+    temporary = os.path.join(folder, _temporary_name())
+    try:
+        with open(temporary, "xb"):
+            pass
+        os.remove(temporary)
+    except OSError as error:
+        raise ArtifactError(
+            f"{os.fspath(folder)} cannot be written: {error.strerror}; choose another place"
+        ) from error
+
+
 def _sync_folder(folder: str) -> None:
     """Make the new name itself survive a crash, where folders can be synchronised."""
     with suppress(OSError):

@@ -208,8 +208,8 @@ class ArtifactStore:
             raise ArtifactError(
                 f"the store {self.url} cannot be made: {error}; choose another place"
             ) from error
-        if not files.is_url(self.url) and not os.access(self.url, os.W_OK | os.X_OK):
-            raise ArtifactError(f"the store {self.url} cannot be written; choose another place")
+        if not files.is_url(self.url):
+            files.check_folder(self.url)
 
     def put(self, key: str, cache: FoldedCache, extra: dict[str, Any] | None = None) -> str:
         """Save a cache under its key, then let go of what is beyond the limit; returns its path.

@@ -58,6 +58,7 @@ class SavedWork(Work):
         told: Callable[[int, int], None] | None = None,
     ):
         super().__init__(told)
+        self._failed = False
         self.folder = os.path.abspath(os.path.expanduser(os.fspath(folder)))
         self._key = f"{__version__} {ArtifactStore.key(model, input_ids, method, attention_mask)}"
 
@@ -79,7 +80,9 @@ class SavedWork(Work):
             with files.written_in_one_step(self._path(name), len(data)) as handle:
                 handle.write(data)
         except (ArtifactError, OSError) as error:
-            logger.warning("%s; if this fold is stopped, it begins anew", str(error))
+            if not self._failed:  # once: the next parts fail alike
+                logger.warning("%s; if this fold is stopped, it begins anew", str(error))
+            self._failed = True
 
     @property
     def parts(self) -> list[str]:

@@ -317,6 +317,8 @@ def _default_output(document: str) -> str:
 
 def check_output(path: str) -> None:
     """Refuse, before any work, a local path that cannot be written."""
+    from kvfold.artifact.files import check_folder
+
     if "://" in path:
         return
     folder = Path(path).expanduser().parent
@@ -324,3 +326,4 @@ def check_output(path: str) -> None:
         raise KvfoldError(f"-o {path}: there is no folder {folder}")
     if Path(path).expanduser().is_dir():
         raise KvfoldError(f"-o {path}: a folder; give a file name")
+    check_folder(folder)

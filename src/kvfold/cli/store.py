@@ -44,10 +44,11 @@ def list_(
     from rich.table import Table
 
     table = Table(title=f"{kept.url}: {len(rows)} folded, {console.megabytes(total)}", title_justify="left")
-    for title in ("key", "document", "model", "method"):
+    table.add_column("key", no_wrap=True, min_width=DIGITS)  # to be copied
+    for title in ("document", "model", "method"):
         table.add_column(title, overflow="fold")
     for title in ("tokens", "bytes", "used"):
-        table.add_column(title, justify="right")
+        table.add_column(title, justify="right", overflow="fold")
     for row in rows:
         if "problem" in row:
             table.add_row(row["key"][:DIGITS], row["problem"], "", "", "", f"{row['bytes']:,}", row["used"])
