@@ -189,6 +189,11 @@ def assert_within(cache, method):
     keep = getattr(method, "keep", None)
     if keep is not None:
         assert cache.ledger().folded_ratio <= keep
+    assert_counted(cache)
+
+
+def assert_counted(cache):
+    """The ledger is the storage of the live tensors."""
     storages = {}
     for layer in cache.folded_layers:
         for tensor in [

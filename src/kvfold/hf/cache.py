@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvfold.errors import CacheMismatchError, KvfoldError, UnsupportedModelError
+from kvfold.errors import BudgetError, CacheMismatchError, KvfoldError, UnsupportedModelError
 from kvfold.hf import bridge, inputs
 from kvfold.hf.layer import FoldedLayer
 from kvfold.hf.refuse import check_latent, check_lengths
@@ -48,7 +48,8 @@ class FoldedCache(Cache):
         Logical length of the prompt, so that a prompt that arrives in chunks is folded once, when complete, and one that
         the method cannot fold within its budget is refused before any layer attends.
         Not told, every call of more than one token is folded, and a call that directly continues another is
-        folded together with it, within the same total budget.
+        folded together with it, within the same total budget. A later prompt of too few tokens for the method, or for its
+        budget, stays exact until more have come; `report` says so.
     progress : callable, optional
         Called with (layer index, number of layers) when a layer has been folded.
 
@@ -81,13 +82,14 @@ class FoldedCache(Cache):
         self.text: torch.Tensor | None = None
         """Which tokens of the prompts seen are text, (rows, tokens) bool, where that was told (`hf.modality.see_prompt`)."""
         self.report: list[dict[str, Any]] = []
-        """One entry a segment: tokens, real tokens of the longest row, whether it was folded, generated or prompt; of heads
-        what the method says."""
+        """One entry a segment: tokens, real tokens of the longest row, whether it was folded, generated or prompt; why it, or
+        some of its layers, stayed exact; of heads what the method says."""
         self.reserved: list[torch.Tensor] = []
         """What an engine that is decoding has reserved for new tokens."""
         self._views: dict[int, LayerView] = {}
         self._late: tuple[list[LayerView], torch.cuda.Event | None] | None = None
         self._account: dict[int, dict[str, Any]] = {}
+        self._unpaid: str | None = None
         self.work = Work()
         """What the next prompt's fold tells and keeps while it works."""
         self.again: Again | None = None
@@ -272,28 +274,34 @@ class FoldedCache(Cache):
 
     # ---- folding ----
 
-    def fold_layer(self, layer: FoldedLayer, view: LayerView) -> None:
+    def fold_layer(self, layer: FoldedLayer, view: LayerView) -> bool:
         """Fold one layer, or all of them once the last has been seen, as the method's granularity says.
 
         Now, or (`LATE`) while the device is busy with the next layer, so that the prompt does not wait for the host.
+
+        Returns
+        -------
+        bool
+            False if its tokens are beyond the budget and stay exact (see `_fold`).
         """
         layers = self.folded_layers
         self.fold_late(layer)
         if layer is layers[0]:
             # A round that was interrupted leaves nothing to the next.
-            self._views, self._account = {}, {}
+            self._views, self._account, self._unpaid = {}, {}, None
         view.account, view.folding_layers, view.work = self._account, len(layers), self.work
         view.again, view.said = self.again, []
         self._views[layer.layer_idx] = view
         if not self.method.complete(layers.index(layer), len(layers)):
-            return
+            return True
         views, self._views = [self._views[index] for index in sorted(self._views)], {}
         if layer is not layers[-1] and len(views) == 1 and folds_late(view):
             self._late = views, reached(view.keys.device)
-            return
-        self._fold(views)
+            return True
+        folded = self._fold(views)
         if layer is layers[-1]:
-            self._account = {}
+            self._account, self._unpaid = {}, None
+        return folded
 
     def fold_late(self, layer: FoldedLayer) -> None:
         """Fold the layer before, if it still is to be, now that the device has this one's attention to do."""
@@ -309,8 +317,22 @@ class FoldedCache(Cache):
         # What has been freed here may be used again only when that work is done.
         joined(device, _FOLDING)
 
-    def _fold(self, views: list[LayerView]) -> None:
-        stores = self.method.fold(views)
+    def _fold(self, views: list[LayerView]) -> bool:
+        """Put stores in the place of the views' tokens; False if the budget does not pay for these, and they stay exact.
+
+        Only a cache's first prompt is refused. A later one has been read, in the middle of a conversation: it stays exact in
+        this layer and those after it, and is folded together with what follows.
+        """
+        if self._unpaid is None:
+            try:
+                stores = self.method.fold(views)
+            except BudgetError as error:
+                if not views[0].later:
+                    raise
+                self._unpaid = str(error)
+        if self._unpaid is not None:
+            self._leave(views, self._unpaid)
+            return False
         said = [entry for view in views for entry in view.said]
         for view, store in zip(views, stores, strict=True):
             target = self.layers[view.layer_idx]
@@ -323,14 +345,37 @@ class FoldedCache(Cache):
                 self.progress(view.layer_idx, self.num_layers)
         if said:
             self.report[-1].setdefault("heads", []).extend(said)
+        return True
+
+    def _leave(self, views: list[LayerView], why: str) -> None:
+        """Keep the views' tokens exact, and report why."""
+        for view in views:
+            target = self.layers[view.layer_idx]
+            assert isinstance(target, FoldedLayer)
+            target.leave(view.generated)
+            real = max(view.real_tokens)
+            self.note(view.layer_idx, view.tokens, real, folded=False, generated=view.generated, why=why)
+            told = self.report[-1]
+            if told["folded"]:  # the layers before cost less
+                told.setdefault("exact_layers", []).append(view.layer_idx)
+                told["why"] = why
 
     def placed(self, store: Store) -> Store:
         """A store in the form that decodes fastest here; the forms for GPUs know no capped logits."""
         capped = getattr(self.config, "attn_logit_softcapping", None)
         return store if capped else store.for_decoding()
 
-    def note(self, layer_idx: int, tokens: int, real_tokens: int, *, folded: bool, generated: bool) -> None:
-        """Report a segment once, when its first layer is done."""
+    def note(
+        self,
+        layer_idx: int,
+        tokens: int,
+        real_tokens: int,
+        *,
+        folded: bool,
+        generated: bool,
+        why: str | None = None,
+    ) -> None:
+        """Report a segment once, when its first layer is done; `why` it was not folded (None: it is too short)."""
         if layer_idx != self.folded_layers[0].layer_idx:
             return
         entry: dict[str, Any] = {
@@ -340,7 +385,8 @@ class FoldedCache(Cache):
             "generated": generated,
         }
         if not folded:
-            entry["why"] = f"at most {self.method.shortest} tokens: too short to fold with {self.method.name}"
+            short = f"at most {self.method.shortest} tokens: too short to fold with {self.method.name}"
+            entry["why"] = why or short
         self.report.append(entry)
 
     def fork(self) -> FoldedCache:

@@ -78,6 +78,7 @@ class FoldedLayer(CacheLayerMixin):
         self.block_observer = BlockObserver()
         self.recording = False
         self.reopen = False
+        self._patience = 0
         self._reopened: Segment | None = None
         self._recorded: AttentionCall | None = None
         self.module: weakref.ref[torch.nn.Module] | None = None
@@ -363,7 +364,7 @@ class FoldedLayer(CacheLayerMixin):
         total: int | None,
     ) -> None:
         if self.prompt_observer is None:
-            self.prompt_observer = PromptObserver(self.cache.method.needs, total)
+            self.prompt_observer = PromptObserver(self.cache.method.needs, total, later=not call.first)
         others = [part[1] for part in parts[: len(self.segments)]]
         other_lse = torch.logsumexp(torch.stack(others), 0)[:, :, : query.shape[2]] if others else None
         if call.sinks is not None:
@@ -424,7 +425,7 @@ class FoldedLayer(CacheLayerMixin):
         self.segments.append(segment)
 
     def _fold_prompt(self, call: AttentionCall, tokens: int) -> bool:
-        """Fold the first `tokens` of the tail; False where they are too few and stay as they are."""
+        """Fold the first `tokens` of the tail, now or with other layers; False where they are too few and stay as they are."""
         observer, self.prompt_observer = self.prompt_observer, None
         assert observer is not None and self.keys is not None
         real = call.count_real(tokens) if tokens < call.valid.shape[2] else call.real_tokens
@@ -435,19 +436,19 @@ class FoldedLayer(CacheLayerMixin):
         view = view_of(self, call, tokens, real, observer.queries, sampled)
         view.queries, view.sampled = observer.queries, sampled
         view.mass, view.seen_by = observer.mass, observer.seen_by
+        view.later = observer.later
         if observer.sampled:
             view.sampled_index = torch.cat(observer.sampled_index)
-        self.cache.fold_layer(self, view)
-        return True
+        return self.cache.fold_layer(self, view)
 
     def _observe_block(
         self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, parts: list[Part]
     ) -> None:
         block = self.cache.method.block
         if block and self.cache.method.refolds:
-            if self.tail >= block:
+            if self.tail >= max(block, self._patience):
                 view = view_of(self, call, self.tail, call.real_tokens)
-                view.generated = True
+                view.generated = view.later = True
                 self.cache.fold_layer(self, view)
             return
         if not block or self.tail <= block:
@@ -469,7 +470,7 @@ class FoldedLayer(CacheLayerMixin):
             self.kv_heads,
             self.key_dim(call),
         )
-        if self.tail < 2 * block:
+        if self.tail < max(2 * block, self._patience):
             return
         observer, self.block_observer = self.block_observer, BlockObserver()
         assert observer.energy is not None
@@ -477,7 +478,7 @@ class FoldedLayer(CacheLayerMixin):
         view.mass, view.squares = observer.mass, observer.squares
         view.energy = observer.energy / observer.count
         view.seen_by = torch.full_like(view.positions, observer.count, dtype=torch.float32)
-        view.generated = True
+        view.generated = view.later = True
         self.cache.fold_layer(self, view)
 
     def extend(
@@ -531,7 +532,7 @@ class FoldedLayer(CacheLayerMixin):
         forks share them.
         """
         assert self.keys is not None and self.values is not None
-        self._reopened = None
+        self._reopened, self._patience = None, 0
         again = self.folded_tokens if self.cache.method.refolds else 0
         new = store.tokens - again
         self.keys = self.keys[:, :, new:].clone()
@@ -547,6 +548,13 @@ class FoldedLayer(CacheLayerMixin):
                 self.segments[-1] = replace(last, store=joined)
                 return
         self.segments.append(Segment(store, generated=generated))
+
+    def leave(self, generated: bool) -> None:
+        """Keep exact, in the tail, what was to be folded; a block of generated tokens waits until another is complete."""
+        self._close()
+        self.reopen = False
+        if generated:
+            self._patience = self.tail + self.cache.method.block
 
     # ---- bytes ----
 

@@ -16,10 +16,12 @@ class PromptObserver:
     needs : Needs
     total : int or None
         Logical length of the segment when it is complete, if known.
+    later : bool
+        Whether the cache held tokens before it.
     """
 
-    def __init__(self, needs: Needs, total: int | None):
-        self.needs, self.total = needs, total
+    def __init__(self, needs: Needs, total: int | None, later: bool):
+        self.needs, self.total, self.later = needs, total, later
         self.queries: torch.Tensor | None = None
         self.mass: torch.Tensor | None = None
         self.seen_by: torch.Tensor | None = None

@@ -129,6 +129,8 @@ class LayerView:
         Shared by the layers of one prompt while they are folded one after the other: a method's own notes.
     generated : bool
         True for a block of generated tokens, False for a prompt.
+    later : bool
+        Whether the cache held tokens before these: a BudgetError of the method then leaves them exact, until there are more.
     work : Work
         For folds that take long: to tell how far they are, and to keep finished parts.
     again : Again or None
@@ -164,6 +166,7 @@ class LayerView:
     folding_layers: int = 1
     account: dict[int, dict[str, Any]] = field(default_factory=dict)
     generated: bool = False
+    later: bool = False
     work: Work = field(default_factory=Work)
     again: Again | None = None
     said: list[dict[str, Any]] = field(default_factory=list)
@@ -321,7 +324,13 @@ class Method(ABC):
 
     @abstractmethod
     def fold(self, views: Sequence[LayerView]) -> list[Store]:
-        """Fold one segment: one view for granularity "layer", a window's for "window", every layer's for "model"."""
+        """Fold one segment: one view for granularity "layer", a window's for "window", every layer's for "model".
+
+        Raises
+        ------
+        BudgetError
+            The budget does not pay for it, although `check` may have passed.
+        """
 
     def recode(self, store: Store, view: LayerView) -> Store:
         """Code what another method left of a layer in 16 bits."""
