@@ -10,7 +10,7 @@ import torch
 from kvfold import KIVI, RDKV, PublishedRDKV, SnapKV, attach, fold, make_method
 from kvfold.errors import BudgetError, CacheMismatchError, KvfoldError, NonFiniteError, UnsupportedModelError
 from kvfold.hf import CACHE_KEYWORD, FoldedCache, bridge
-from kvfold.hf.layer import Segment
+from kvfold.hf.segment import Segment
 from kvfold.ledger import tensors_in
 from kvfold.methods import (
     RKV,

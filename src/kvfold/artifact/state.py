@@ -365,7 +365,7 @@ def _rebuild(
 def _restore_folded(
     layer: FoldedLayer, state: Mapping[str, Any], tensors: dict[str, torch.Tensor], device: torch.device
 ) -> None:
-    from kvfold.hf.layer import Segment
+    from kvfold.hf.segment import Segment
 
     index = layer.layer_idx
     if state["kind"] != "folded":

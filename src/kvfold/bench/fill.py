@@ -10,7 +10,7 @@ from kvfold.api import fold
 from kvfold.bench.setup import Setup
 from kvfold.bench.shapes import few_layers, random_model, token_ids
 from kvfold.hf import FoldedCache
-from kvfold.hf.layer import Segment
+from kvfold.hf.segment import Segment
 from kvfold.hf.support import cache_shape, text_config
 from kvfold.methods import Full
 from kvfold.methods.base import Method

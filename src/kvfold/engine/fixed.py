@@ -19,7 +19,8 @@ from kvfold.engine.layer import FixedAddresses, NotFixedError
 from kvfold.engine.paged import PagedLayer, Paging
 from kvfold.hf import FoldedCache, bridge
 from kvfold.hf.call import AttentionCall, expand_of
-from kvfold.hf.layer import FoldedLayer, Segment
+from kvfold.hf.layer import FoldedLayer
+from kvfold.hf.segment import Segment
 from kvfold.kernels import dense_decode
 from kvfold.kernels.reference import attend, merge
 from kvfold.ledger import tensors_in

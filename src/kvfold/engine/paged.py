@@ -15,7 +15,8 @@ from kvfold.engine.layer import FixedAddresses
 from kvfold.errors import NonFiniteError
 from kvfold.hf import FoldedCache, bridge, inputs
 from kvfold.hf.call import expand_of
-from kvfold.hf.layer import FoldedLayer, Segment
+from kvfold.hf.layer import FoldedLayer
+from kvfold.hf.segment import Segment
 from kvfold.stores.paged import Pages, Tokens
 from kvfold.stores.retained import Lot, RetainedStore
 

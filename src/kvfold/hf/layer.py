@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,7 @@ from kvfold.hf import bridge, inputs
 from kvfold.hf.call import AttentionCall, visible_columns
 from kvfold.hf.fingerprint import Identity, identity_of
 from kvfold.hf.observe import BlockObserver, PromptObserver
+from kvfold.hf.segment import Segment
 from kvfold.hf.view import view_of
 from kvfold.kernels.reference import Part, attend, merge
 from kvfold.ledger import KERNEL_TABLES, Ledger, storage_bytes, tensor_bytes
@@ -22,31 +23,6 @@ from kvfold.stores.base import AttendContext, Rotary, Store
 
 if TYPE_CHECKING:
     from kvfold.hf.cache import FoldedCache
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A store, and which of its rows each batch row reads (None: its own)."""
-
-    store: Store
-    rows: torch.Tensor | None = None
-    generated: bool = False
-    """A block of generated tokens, not a prompt."""
-
-    def select(self, index: torch.Tensor) -> Segment:
-        """The segment seen from another choice of batch rows; the store itself is shared."""
-        return replace(self, rows=index if self.rows is None else self.rows[index])
-
-    def compact(self) -> Segment:
-        """Drop store rows that no batch row reads any more."""
-        if self.rows is None:
-            return self
-        used, rows = torch.unique(self.rows, return_inverse=True)
-        if len(used) == self.store.rows:
-            return self
-        store = self.store.select(used)
-        own = torch.equal(rows, torch.arange(store.rows, device=rows.device))
-        return replace(self, store=store, rows=None if own else rows)
 
 
 class FoldedLayer(CacheLayerMixin):
@@ -388,24 +364,13 @@ class FoldedLayer(CacheLayerMixin):
         self._reopened = segment = self.segments.pop()
         store = segment.store
         self.folded_tokens -= store.tokens
-        batch, heads = self.keys.shape[:2]
         first, second = (self.values, self.keys) if call.expand else (self.keys, self.values)
-        keys = first.new_zeros(batch, heads, store.tokens, first.shape[-1])
-        values = second.new_zeros(batch, heads, store.tokens, second.shape[-1])
-        valid = torch.zeros(batch, heads, store.tokens, dtype=torch.bool, device=keys.device)
-        for row in range(batch):
-            source = row if segment.rows is None else int(segment.rows[row])
-            for head in range(heads):
-                kept = store.kept(source, head, self.rotary_of(call.module))
-                keys[row, head, kept.positions] = kept.keys.to(keys.dtype)
-                values[row, head, kept.positions] = kept.values.to(values.dtype)
-                valid[row, head, kept.positions] = True
-        rows = range(batch) if segment.rows is None else segment.rows.tolist()
+        keys, values, valid = segment.laid_out(first, second, self.rotary_of(call.module))
         positions = call.positions
         call.real_tokens = tuple(
-            store.real_tokens[source] + count for source, count in zip(rows, call.real_tokens, strict=True)
+            map(sum, zip(segment.real_tokens(call.batch), call.real_tokens, strict=True))
         )
-        call.valid = torch.cat([valid, call.valid.expand(-1, heads, -1)], 2)
+        call.valid = torch.cat([valid, call.valid.expand(-1, self.kv_heads, -1)], 2)
         before = positions[:, :1] - torch.arange(store.tokens, 0, -1, device=keys.device)
         call.positions = torch.cat([before, positions], 1)
         seen = call.expand(keys, values)[0] if call.expand else keys
