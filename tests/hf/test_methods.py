@@ -523,6 +523,8 @@ def test_tokens_below_those_that_stay_are_told_in_tokens(name):
         KVSculpt(keep=0.5, window=6, steps=1) >> BlockGTQ(bits=4),
         *(make_method(name, keep=0.5, window=6) for name in ("select-fit", "attention-matching", "snapkv")),
         XKV(keep=0.5),
+        RDKV(keep=0.5, window=6),
+        RDKV(keep=0.5, window=6, tile=16, scope="model"),
     ],
     ids=lambda method: method.name,
 )

@@ -54,7 +54,7 @@ NUMBERS = [
     (name, field.name)
     for name, cls in METHODS.items()
     for field in fields(cls)
-    if name != "rdkv" and float in (kind := get_type_hints(cls)[field.name], *get_args(kind))
+    if float in (kind := get_type_hints(cls)[field.name], *get_args(kind))
 ]
 
 

@@ -118,8 +118,11 @@ class RDKV(Method):
             raise ValueError(f"with tile={self.tile}, widths must be chosen from {WIDTHS}, got {self.widths}")
         if self._tile > 1 and list(self.grades) != sorted(self.grades):
             raise ValueError(f"with tile={self.tile}, grades must ascend, got {self.grades}")
-        if not self.grades or any(level <= 0 for level in self.grades):
+        if not self.grades or not all(0 < level < math.inf for level in self.grades):
             raise ValueError(f"grades must be positive water levels, got {self.grades}")
+        for name in ("flatten", "evict_penalty"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be at least 0 and finite, got {getattr(self, name)}")
         if self.window < 1 or self.sampled < 1 or self.horizon < 1:
             raise ValueError("window, sampled and horizon must be at least 1")
 
@@ -347,7 +350,7 @@ class RDKV(Method):
         value_dim = view.values.shape[-1]
         shifts = tuple(int(last) - tokens + 1 for last in view.positions[:, -1])
         layout = self._layout(tokens, view.real_tokens, shifts, key_dim, value_dim)
-        half = torch.float16 if view.keys.dtype != torch.bfloat16 else _narrowest(view)
+        half = torch.float16 if view.keys.dtype == torch.float16 else _narrowest(view)
         future = []
         if not view.generated and self.queries != "window":
             future = [self.future_queries(view, row) for row in range(batch)]
@@ -523,7 +526,7 @@ def _shared_frame(view: LayerView) -> Frame | None:
 
 
 def _narrowest(view: LayerView) -> torch.dtype:
-    """float16 for its precision, unless a bfloat16 model's numbers are beyond its range."""
+    """float16 for its precision, unless the model's numbers are beyond its range."""
     extremes = [extreme for states in (view.keys, view.values) for extreme in torch.aminmax(states)]
     largest = float(torch.stack(extremes).abs().max())
     return torch.float16 if largest < torch.finfo(torch.float16).max / 4 else torch.bfloat16

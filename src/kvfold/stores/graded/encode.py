@@ -27,6 +27,7 @@ from kvfold.stores.graded.frame import (
 )
 from kvfold.stores.graded.sections import Section, key_sections, value_sections
 from kvfold.stores.ragged import position_dtype
+from kvfold.stores.sixteen import half
 
 
 def encode(
@@ -39,8 +40,9 @@ def encode(
     ends = torch.searchsorted(ordered, edges.expand(*grades.shape[:2], -1).contiguous(), out_int32=True)
     counts = ends[..., 1:] - ends[..., :-1]
     host_counts: list[list[list[int]]] = counts.tolist()
+    wide = half(keys.dtype, keys, values)
     rows = [
-        _encode_row(keys[row], values[row], order[row], counts[row], own, layout, frame, row, rotary)
+        _encode_row(keys[row], values[row], order[row], counts[row], own, layout, frame, row, rotary, wide)
         for row, own in enumerate(host_counts)
     ]
     buffers = (
@@ -61,9 +63,9 @@ def _encode_row(
     frame: Frame,
     row: int,
     rotary: Rotary | None,
+    wide: torch.dtype,
 ) -> dict[str, Tensor]:
     """Of one row; `order` has the tokens (kv_heads, tokens) by grade, those that are evicted first."""
-    half = keys.dtype if keys.dtype in (torch.float16, torch.bfloat16) else torch.float16
     meta = torch.bfloat16 if frame.key_mean.dtype == torch.bfloat16 else torch.float16
     index = [own[own.shape[0] - sum(kept) :] for own, kept in zip(order, host_counts, strict=True)]
     split = [one.split([sum(kept[:-2]), *kept[-2:]]) for one, kept in zip(index, host_counts, strict=True)]
@@ -85,8 +87,8 @@ def _encode_row(
         "fine_keys": fine_keys,
         "fine_values": fine_values,
         "fine_scales": fine_scales,
-        "exact_keys": keys[exact].to(half),
-        "exact_values": values[exact].to(half),
+        "exact_keys": keys[exact].to(wide),
+        "exact_values": values[exact].to(wide),
     }
     key_counts, value_bits = frame.grades[0][row], frame.grades[1][row]
     sections = (
