@@ -63,6 +63,7 @@ def test_list_rm_and_gc(kvfold, kept, monkeypatch):
     listed = json.loads(kvfold("store", "list", "--store", "kept", "--json").stdout)
     assert [entry["label"] for entry in listed["entries"]] == ["kivi", "full"]
     assert listed["bytes"] == sum(entry["bytes"] for entry in listed["entries"]) > first["ledger"]["total"]
+    assert "lamp.txt" in kvfold("store", "list", "--store", "kept").stdout
     monkeypatch.setenv("COLUMNS", "50")
     table = kvfold("store", "list", "--store", "kept").stdout
     assert first["key"][:12] in table and listed["entries"][0]["key"][:12] in table
